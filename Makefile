@@ -1,12 +1,12 @@
 # make demo    install, tokenize, train three small models, measure and compare them
-# make test    install and run the tests but the slow ones
+# make test    install and run all but the slow tests
 # make test-all  all tests
-# make test-oldest  the tests with the oldest libraries that setup.py allows (of torch, too, with TORCH=torch==2.11.0)
-# make torture kill, corrupt, fill disks, mutate: about an hour; goes on where it was stopped
+# make test-oldest  the tests with the oldest libraries that setup.py allows (torch, too, with TORCH=torch==2.11.0)
+# make torture kill, corrupt, fill disks, mutate: about an hour; resumes where it was stopped
 # make check   linter, formatter, type checker
 # make pkm-table-2, pkm-headline, memory-plus-steps, ngram-controls, memoryformer-table-5, ...: a table or figure of a paper (recipes/*/grids)
-#              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), for the first one;
-#              TASK_DATA=FOLDER with the rows of zero-shot tasks; JOBS=N runs at a time, or DEVICES=0,1,... one a GPU
+#              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), the first time;
+#              TASK_DATA=FOLDER with the rows of zero-shot tasks; JOBS=N runs at a time, or DEVICES=0,1,... one per GPU
 # make worth-width-512, worth-width-256, worth-long: what a memory is worth (recipes/worth); hours. CORPUS=FOLDER with
 #              train*.txt, valid.txt and test.txt (or .zst): 10 million tokens for the widths, 68 million for worth-long;
 #              JOBS=N (widths) or make -j N (worth-long) runs at a time; SET="-s KEY=VALUE" for all runs
@@ -14,7 +14,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PKMLM := $(BIN)/pkmlm
-# Where trials are done and recorded; in a file system in memory they are quicker.
+# Where trials run and are recorded; a file system in memory is faster.
 TORTURE ?= torture
 MODELS := dense product-key hash
 RUNS := $(MODELS:%=demo/runs/%)
@@ -57,7 +57,7 @@ demo/tokens/index.json: | .venv/installed
 	$(PKMLM) tokenize recipes/demo/train.txt.zst --valid recipes/demo/valid.txt.zst --test recipes/demo/test.txt.zst \
 	  --separator '\n\n\n' --vocab-size 4096 -o demo/tokens
 
-# The files in their order, so that the longest, of commands and of several processes, do not come last.
+# The test files in this order, so that the longest (commands, several processes) do not come last.
 PYTEST = -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 test: .venv/installed-dev
@@ -97,8 +97,8 @@ ngram-%: recipes/ngram/grids/%.yaml $(TOKENS)/index.json
 worth-%: recipes/worth/grids/%.yaml $(BOOKS)/index.json
 	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME) -s data.dir=$(BOOKS) $(SET)
 
-# Of each model one run at a constant rate. Where it has taken LONG_STEPS, a copy goes on for a tenth of them more, decays,
-# and is measured. What is done is passed over, what was stopped is resumed. OMP_NUM_THREADS=1 make -j 5 trains 5 at a time.
+# One run per model at a constant rate. At each of LONG_STEPS, a copy takes a tenth more steps while the rate decays, and
+# is measured. Finished parts are skipped, stopped ones resumed. OMP_NUM_THREADS=1 make -j 5 trains 5 at a time.
 LONG_MODELS ?= dense dense-2L product-key product-key-slow-keys memory-plus
 LONG_STEPS ?= 500 1000 2500 5000 10000 15000
 LONG = sweeps/worth-long
@@ -107,7 +107,7 @@ worth-long: $(foreach steps,$(LONG_STEPS),$(LONG_MODELS:%=$(LONG)/%-$(steps)/eva
 	$(PKMLM) compare $(foreach model,$(LONG_MODELS),$(LONG)/$(model) $(LONG_STEPS:%=$(LONG)/$(model)-%)) \
 	  --over tokens --plots $(LONG)/plots --plot-log --force
 
-# A branch of a model, of its steps, and of the steps before.
+# A branch: $(1) the model, $(2) its steps, $(3) the steps of the branch before.
 define LONG_BRANCH
 $(LONG)/$(1)-$(2): | $(BOOKS)/index.json $(3:%=$(LONG)/$(1)-%)
 	$(PKMLM) train recipes/worth/long-$(1).yaml -o $(LONG)/$(1) -s data.dir=$(BOOKS) $(SET) -s train.steps=$(2)
@@ -153,7 +153,7 @@ $(TOKENS)/index.json: | .venv/installed
 	$(PKMLM) tokenize $(call split,train) --valid $(call split,valid) --test $(call split,test) \
 	  --separator '\n\n\n' --vocab-size 4096 -o $(TOKENS)
 
-# torch first and by itself, in the version that was tested; TORCH= may name another build and pip's options for it.
+# torch first and by itself, in the tested version; TORCH= may give another build, with options for pip.
 .venv/installed: setup.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
@@ -164,7 +164,7 @@ $(TOKENS)/index.json: | .venv/installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-# A range's beginning is held to by pip only as a constraint. torch has a line of its own: old ones are of gigabytes.
+# pip installs the lowest version of a range only under a constraint. torch is apart: old builds take gigabytes.
 .venv-oldest/installed: setup.py
 	$(PYTHON) -m venv .venv-oldest
 	sed -nE 's/^.*"([a-zA-Z0-9-]+)>=([0-9.]+),.*$$/\1==\2/p' setup.py | grep -v '^torch==' > .venv-oldest/constraints

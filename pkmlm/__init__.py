@@ -1,7 +1,7 @@
 """pkmlm: language models whose capacity lies in a large, sparsely read memory.
 
-The names below are the Python front door. Each is imported when it is first used, so that `import pkmlm`, and every
-`--help`, stays free of torch.
+The names below are the public Python interface. Each is imported on first use, so that neither `import pkmlm` nor
+`--help` imports torch.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # what an editor completes; at run time, `__getattr__` imports
+if TYPE_CHECKING:  # for editors and type checkers; at run time, `__getattr__` imports
     from pkmlm.analysis.counters import UsageCounters as UsageCounters
     from pkmlm.attachment import attach as attach
     from pkmlm.attachment import attach_dense as attach_dense

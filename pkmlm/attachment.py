@@ -1,6 +1,7 @@
-"""A memory for a finished model: `pkmlm.attach`, and its control of equal operations, `pkmlm.attach_dense`.
+"""Attach a memory to a pretrained model: `pkmlm.attach`, and its control of equal operations, `pkmlm.attach_dense`.
 
-What is attached, and where, is in `model.attached`; its folder in `export.attached`. Here is what trains it.
+`model.attached` has the modules that are attached and the places for them, `export.attached` their folder; this module
+trains them.
 """
 
 from bisect import bisect_right
@@ -53,33 +54,33 @@ def attach(
     freeze: bool = True,
     seed: int = 1,
 ) -> "Attachment":
-    """Put a memory into a causal model of transformers, at some of its blocks.
+    """Attach a memory to some blocks of a causal model of transformers.
 
-    In mode "add", what the memory makes of the FFN's input is added to the FFN's output, times a learnt gate that
-    starts at 0: the logits stay the same bit for bit until training moves it (beside an FFN: Kim and Jung 2020, arXiv
-    2010.03881). In mode "replace" the memory stands in the place of the FFN, and the model has to be healed by
-    training. The memory computes in fp32 inside a model of any dtype, autocast or not; each token is looked up by
-    itself, so that neither padding nor a cache changes what it reads.
+    In mode "add", the memory reads the FFN's input, and its output is added to the FFN's, times a learnt gate that
+    starts at 0: the logits stay the same bit for bit until training moves the gate (a memory beside an FFN: Kim and
+    Jung 2020, arXiv 2010.03881). In mode "replace", the memory takes the place of the FFN, and the model needs training
+    to recover. The memory computes in fp32 inside a model of any dtype, with or without autocast; each token is looked
+    up by itself, so that neither padding nor a cache changes what it reads.
 
-    An n-gram memory is added to the stream before the block, behind such a gate too (with `fusion: add` its rows start
-    at 0 instead). It reads the ids that the model is called with, and keeps those before in the model's cache.
+    An n-gram memory is added to the stream before the block, also times such a gate (with `fusion: add`, its rows start
+    at 0 instead). It reads the ids that the model is called with, and keeps earlier ones in the model's cache.
 
     Args:
         model: has a config and one list of blocks (GPT-2, GPT-NeoX, Llama, Qwen and others); it is changed in place.
         memory: the keys of a recipe's `model.memory`, such as {"kind": "product-key", "num_keys": 128, "heads": 4,
             "topk": 8, "key_dim": 64}; `query_norm` is "rms" unless given. Or those of `model.ngram`, such as
             {"kind": "ngram", "orders": [2, 3], "heads": 4, "rows": 4093, "row_dim": 16}. Or a folder that
-            `Attachment.save` wrote: then it says all but `freeze`, and its weights are loaded.
+            `Attachment.save` wrote, which sets everything but `freeze`; its weights are loaded.
         layers: the blocks, counted from 1.
         mode: "add" or "replace".
-        tokenizer: the file of the model's tokenizer, or its folder, from which an n-gram memory takes canonical ids
-            (unless it has "canonical": False); None: it lies in the folder that the model was loaded from.
-        freeze: let nothing of the model train but what is attached.
+        tokenizer: the file or folder of the model's tokenizer, from which an n-gram memory takes canonical ids (unless
+            it has "canonical": False); None: the folder that the model was loaded from.
+        freeze: train only what is attached.
         seed: of the initial weights.
 
     Raises:
-        UserError: the blocks or their FFNs are not found; a key, a size or a layer is not possible; there is no
-            tokenizer, where one is needed; the folder is damaged or belongs to another model.
+        UserError: the blocks or their FFNs are not found; a key, size or layer is not possible; a tokenizer is needed
+            and not found; the folder is damaged or belongs to another model.
     """
     if isinstance(memory, str | Path):
         facts = read_facts(folder := Path(memory))
@@ -90,7 +91,7 @@ def attach(
             ("seed", seed, seed == 1),
         ):
             if not fits:
-                raise UserError(f"{name} is {given} (expected none: {memory} says how it is attached)")
+                raise UserError(f"{name} is {given} (expected none: {memory} sets it)")
         check_base(folder, facts, model)
         attachment = Attachment(model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze, None)
         read_weights(folder, facts, attachment.module)
@@ -112,16 +113,16 @@ def attach(
 
 
 def find_tokenizer(model: nn.Module, given: str | Path | None) -> Tokenizer:
-    """The tokenizer in a file or folder; of None, in that of the model.
+    """The tokenizer in a file or folder; None: in the model's folder.
 
     Raises:
-        UserError: there is none that is supported.
+        UserError: there is none, or its kind is not supported.
     """
     name = str(given or getattr(model.config, "_name_or_path", ""))
     file = tokenizer_file(Path(name)) if Path(name).is_dir() else Path(name)
     if given is None and not (name and file.is_file()):
-        message = f"canonical ids need the model's tokenizer, and the model's folder {name!r} has none"
-        raise UserError(message, 'name its folder: attach(..., tokenizer=DIR); or choose "canonical": False')
+        message = f"canonical ids need the model's tokenizer, but the model's folder {name!r} has none"
+        raise UserError(message, 'give its folder: attach(..., tokenizer=DIR); or set "canonical": False')
     return Tokenizer.load(file)
 
 
@@ -133,14 +134,14 @@ def attach_dense(
     freeze: bool = True,
     seed: int = 1,
 ) -> "Attachment":
-    """The control of an attached memory: at each place a SwiGLU of as many operations (Shazeer 2020, arXiv 2002.05202,
-    eq. 6), to the nearest width. A gain of the memory says something about memories only if it is larger than this
-    one's.
+    """Attach the control of a memory: at each place, a SwiGLU (Shazeer 2020, arXiv 2002.05202, eq. 6) of the width that
+    comes closest to the memory's operations. A gain of the memory says something about memories only if it is larger
+    than that of the control.
 
     Args:
         model: another copy of the same model, or the same after `detach`.
         layers: counted from 1; None: those of `like`.
-        like: the memory: its multiply-adds per token and its mode are taken over.
+        like: the attached memory; the control has its multiply-adds per token and its mode.
         freeze, seed: as for `attach`.
 
     Raises:
@@ -154,13 +155,13 @@ def attach_dense(
 
 
 class Attachment:
-    """What is attached to a model: it trains, is saved and is taken away again by itself. Once it was taken away, what
-    needs the model raises a UserError.
+    """What is attached to a model. It can be trained, saved and detached by itself; after `detach`, methods that need
+    the model raise a UserError.
 
     Attributes:
         model: the model.
-        module: what is attached, a module of the model's.
-        step: optimizer steps taken, those before a `load` included.
+        module: what is attached, a submodule of the model.
+        step: optimizer steps that its weights have taken in all; `load` sets it to the saved number.
     """
 
     def __init__(
@@ -183,11 +184,11 @@ class Attachment:
             parameter.requires_grad_(False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What trains: what is attached and, unless it is frozen, the model."""
+        """The parameters that train: those of what is attached and, unless it is frozen, of the model."""
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     def flops_per_token(self) -> int:
-        """Multiply-adds that the attached layers add to a forward: of linear maps, and with keys and rows of tables."""
+        """Multiply-adds per token that the attached layers add: of linear maps, and with keys and rows of tables."""
         return self.module.flops_per_token()
 
     def optimizer(
@@ -199,10 +200,10 @@ class Attachment:
         values_betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
     ) -> "RowAdamW":
-        """One optimizer for all that trains, to be made once, and before the model is wrapped for several processes.
+        """Make one optimizer for everything that trains: once, and before the model is wrapped for several processes.
 
         Args:
-            lr: of all but tables of rows.
+            lr: of everything but tables of rows.
             values_lr: of tables of rows; None: 4 times `lr` (UltraMem's factor, arXiv 2411.12364).
             betas, values_betas: Adam's.
             weight_decay: decoupled, of matrices (never of tables, keys, norms or biases).
@@ -238,34 +239,34 @@ class Attachment:
         return optimizer
 
     def _hide_from_ddp(self, names: Iterable[str]) -> None:
-        """Let DistributedDataParallel leave out these parameters of what is attached, and no others of it."""
+        """Make DistributedDataParallel ignore these parameters of what is attached, and no others of it."""
         ignored = getattr(self.model, "_ddp_params_and_buffers_to_ignore", ())
         others = [name for name in ignored if not name.startswith(f"{NAME}.")]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [*others, *names])
 
     def _check(self) -> None:
-        """Refuse to go on with what was taken away: the model runs without it, and may hold another by now."""
+        """Refuse to go on after `detach`: the model runs without this, and may have another attachment by now."""
         if getattr(self.model, NAME, None) is not self.module:
             raise UserError("this was detached from its model", "attach it again: pkmlm.attach(model, FOLDER)")
 
     def save(self, folder: str | Path, *, replace: bool = False) -> None:
-        """Write what is attached, without the model, whose name and digest stand in the folder. (A model that has
-        trained too is yours to save: `detach` first.)
+        """Write what is attached, with the name and digest of the model, but not the model itself. (If the model was
+        trained, too, save it yourself, after `detach`.)
 
         Args:
-            folder: a new one, or with `replace` one that this has written before.
+            folder: a new or empty one or, with `replace`, one that `save` wrote.
 
         Raises:
-            UserError: the folder is not free, or (exit code 1) the disk refused.
+            UserError: the folder holds something else, or (exit code 1) it cannot be written.
         """
         self._check()
         write_attached(Path(folder), self.module, self.model, self.step, replace=replace)
 
     def load(self, folder: str | Path) -> None:
-        """Load weights that `save` wrote of the same kind, at the same places of the same model.
+        """Load weights that `save` wrote for the same kind of layer at the same blocks of the same model.
 
         Raises:
-            UserError: the kind, the places or the model is another; (exit code 1) the folder is damaged.
+            UserError: the kind, its settings, the blocks or the model differ; (exit code 1) the folder is damaged.
         """
         self._check()
         facts = read_facts(Path(folder))
@@ -274,7 +275,7 @@ class Attachment:
         self.step = facts["step"]
 
     def detach(self) -> None:
-        """Take away what is attached: the model computes as before, and trains what it trained before."""
+        """Remove what is attached: the model computes as before, and the same parameters train as before."""
         self._check()
         self._remove()
         self._hide_from_ddp(())  # what is attached next may have the same names, and another optimizer
@@ -282,15 +283,15 @@ class Attachment:
             parameter.requires_grad_(True)
 
     def usage(self, batches: Iterable[Tensor | Mapping[str, Any]]) -> list[MemoryUsage]:
-        """What the memories read, an entry a layer and one of a shared table: `.as_json()` has usage, KL and others.
+        """What the memories read: one entry per layer, and one for a shared table. `.as_json()` has usage, KL and more.
 
         Args:
-            batches: what the model is called with: ids (int64, (B, T)), or its arguments by name. Where these have an
-                "attention_mask" (B, T), padding is not counted. A model with learnt positions needs "position_ids",
-                too, where rows are padded on the left.
+            batches: what the model is called with: ids (int64, (B, T)), or its arguments by name. If these have an
+                "attention_mask" (B, T), padding is not counted. A model with learnt positions also needs
+                "position_ids" if rows are padded on the left.
 
         Raises:
-            UserError: a batch is none; a memory reads with weights that are not finite.
+            UserError: a batch is not valid; a memory reads with weights that are not finite.
         """
         self._check()
         with evaluating(self.model), UsageCounters(self.module) as counters:
@@ -305,19 +306,19 @@ class Attachment:
         layer: int | None = None,
         top: int = 20,
     ) -> list[dict[str, Any]]:
-        """The slots of a memory that have most mass on a text, strongest first: what their values say, and the texts
-        around the tokens that give them most weight, as the `slots` of `pkmlm slots --json`. A row of a batch is a
+        """The slots of a memory with the most mass on a text, strongest first: what their values say, and the contexts
+        of the tokens that give them the most weight, as under `slots` in `pkmlm slots --json`. Each row of a batch is a
         document.
 
         Args:
             batches: as for `usage`.
-            decode: makes text of ids, as the `decode` of a tokenizer of transformers.
-            layer: of the memory; None: the last one that has one.
+            decode: turns ids into text, as the `decode` of a tokenizer of transformers does.
+            layer: of the memory; None: the last layer with one.
             top: how many slots.
 
         Raises:
-            UserError: a batch is none; there is no memory, or the model's logits are more than its output embedding of
-                the last hidden state.
+            UserError: a batch is not valid; there is no such memory; the model makes logits by more than its output
+                embedding of the last hidden state.
         """
         self._check()
         memory = find_memory(self.module, None if layer is None else str(layer))
@@ -349,7 +350,7 @@ class Attachment:
         return details
 
     def _read(self, batches: Iterable[Tensor | Mapping[str, Any]], *listeners: ReadListener) -> list[list[int]]:
-        """Run the model; returns the ids of each row, without padding, of which no listener hears."""
+        """Run the model; return the ids of each row without padding, which is also kept from the listeners."""
         rows, size = [], vocabulary_of(self.model)
         for number, batch in enumerate(batches):
             inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
@@ -362,13 +363,13 @@ class Attachment:
 
 
 def checked(inputs: Mapping[str, Any], name: str, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The ids (B, T) that a model is to be called with, and which of them are no padding (bool)."""
+    """The ids (B, T) that a model is called with, and which of them are not padding (bool), if they are valid."""
     ids_BT, hint = inputs.get("input_ids"), "give a list of batches: [tokens]"
     if not isinstance(ids_BT, Tensor):
         raise UserError(f"{name} has a {type(ids_BT).__name__} as input_ids (expected a tensor, (B, T))", hint)
     if ids_BT.ndim != 2 or ids_BT.dtype not in (torch.int32, torch.int64):
         found = f"{ids_BT.dtype} ids of shape {tuple(ids_BT.shape)}"
-        raise UserError(f"{name} has {found} (expected int64, (B, T))", hint)
+        raise UserError(f"{name} has {found} (expected int64 or int32, (B, T))", hint)
     least, most = (int(ids_BT.min()), int(ids_BT.max())) if ids_BT.numel() else (0, 0)
     if least < 0 or most >= vocab_size:
         raise UserError(f"{name} has ids from {least} to {most} (expected 0 to {vocab_size - 1}, the model's)")
@@ -382,7 +383,7 @@ def checked(inputs: Mapping[str, Any], name: str, vocab_size: int) -> tuple[Tens
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode, without gradients, while the `with` block runs; then each part in its own again."""
+    """Put a model into evaluation mode, without gradients, for a `with` block; then restore the mode of each part."""
     modes = {part: part.training for part in model.modules()}
     model.eval()
     try:
@@ -394,17 +395,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class RowAdamW(torch.optim.AdamW):
-    """AdamW, and row Adam (see `pkmlm.RowAdam`) for tables of rows, as one optimizer of torch: what schedules learning
-    rates, saves or loads an optimizer takes it like any other.
+    """AdamW, with row Adam (see `pkmlm.RowAdam`) for tables of rows, as one torch optimizer: it can be scheduled, saved
+    and loaded like any other.
 
-    Where processes train together, gradients are means over them, as torch's DistributedDataParallel makes them: it
-    does so for all else, and this for the tables.
+    When several processes train together, it averages the gradients of the tables over them, as DistributedDataParallel
+    does for all other parameters.
 
     Args:
-        groups: torch's parameter groups; the last is that of the tables.
-        tables: from now on their backward passes leave the gradients in their `gradient`, not in `.grad`.
-        lr, betas: of the groups that do not say.
-        attachment: whose steps are counted, and saved with the optimizer.
+        groups: torch's parameter groups; if there are tables, the last is theirs.
+        tables: from now on, their backward passes leave the gradients in `gradient`, not in `.grad`.
+        lr, betas: for groups that do not set them.
+        attachment: its steps are counted, and saved with the optimizer.
     """
 
     # GradScaler then calls `step` with `grad_scale` set, which is refused there: it cannot unscale the reads.
@@ -422,26 +423,26 @@ class RowAdamW(torch.optim.AdamW):
             table.keep_reads()
         self.tables, self.attachment = tables, attachment
         super().__init__(groups, lr=lr, betas=betas, weight_decay=0.0)
-        self.tables_group = len(groups) - 1  # more groups may come behind it
+        self.tables_group = len(groups) - 1  # more groups may be added after it
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all that has had a backward pass since the last step.
+        """Update everything that has a gradient.
 
         Raises:
-            UserError: the gradients carry the scale of a GradScaler; what the optimizer moves was detached.
+            UserError: the gradients are scaled by a GradScaler; the attachment was detached.
         """
         self.attachment._check()
         if hasattr(self, "grad_scale"):
-            raise UserError("the loss is scaled (fp16)", "train in bf16 or fp32: the add-on is in fp32 anyway")
+            raise UserError("the loss is scaled (fp16)", "train in bf16 or fp32: what is attached is in fp32 anyway")
         step: Any = torch.optim.AdamW.step
-        if getattr(step, "hooked", False):  # as torch leaves it where an AdamW was made; this step has run the hooks
+        if getattr(step, "hooked", False):  # torch wraps it once an AdamW was made; this step has already run the hooks
             step = step.__wrapped__
-        loss = step(self, closure)  # it passes over tables, whose .grad is None
+        loss = step(self, closure)  # skips the tables, whose .grad is None
         world = current_world()
         for table in self.tables:
             if table.gradient:
-                even_row_gradients(table.gradient, world)  # of texts that each rank pads by itself
+                even_row_gradients(table.gradient, world)  # each rank pads its texts by itself
                 all_gather_row_gradients(table.gradient, world)
                 table.gradient.scale /= world.size
                 update_rows(table, partial(adam_rows, self, self.param_groups[self.tables_group]))
@@ -449,16 +450,16 @@ class RowAdamW(torch.optim.AdamW):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's, and the steps taken."""
+        """Torch's state, and the steps taken."""
         return {**super().state_dict(), "attached_steps": self.attachment.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch's, and the steps taken; of another optimizer's state these are not known, and stay as they are."""
+        """Load torch's state and the steps taken; the state of another optimizer has none and leaves them unchanged."""
         super().load_state_dict(state_dict)
         self.attachment.step = state_dict.get("attached_steps", self.attachment.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         super().zero_grad(set_to_none)
         for table in self.tables:
             if table.gradient is not None:

@@ -30,7 +30,7 @@ MISSING = "-"
 SCIENTIFIC_FROM = 1e9  # larger floats are shown as 2.28e+49; counts are integers and keep their digits
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
 WORD = 16  # a word of a text column is kept whole up to this many characters
-LATEX = {  # what LaTeX would take for markup, and signs that it has
+LATEX = {  # what LaTeX would take for markup, and signs for which it has its own
     **{sign: f"\\{sign}" for sign in "{}$&#%_"},
     **{sign: f"${sign}$" for sign in "<>|"},
     "\\": r"\textbackslash{}",
@@ -39,7 +39,7 @@ LATEX = {  # what LaTeX would take for markup, and signs that it has
     "+-": r"$\pm\,$",
     "-": "$-$",
 }
-BREAK = "\x1f"  # marks where a long word may break: white space of no width, and not printable, so that no cell has it
+BREAK = "\x1f"  # marks where a long word may break: white space without width; not printable, so that no cell has it
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Column:
 
 
 def wrapped(console: "Console", cell: str, width: int, align: Literal["left", "right"]) -> list[str]:
-    """The lines of a cell, each of that width. Long words, mostly names of runs, break after a "-", "_", "/" or "@"
-    rather than within a number.
+    """The lines of a cell, each `width` characters wide. Long words, mostly names of runs, break after a "-", "_", "/"
+    or "@" rather than within a number.
     """
     from rich.text import Text
 
@@ -87,8 +87,8 @@ def number(name: str, format: str = "{:,}") -> Column:
 class Table:
     """A table, as text in five formats.
 
-    The text is fitted to the terminal here because rich.table narrows all columns alike: of tables that fit, it cut
-    words in the middle, or printed lines wider than the terminal.
+    The text is fitted to the terminal here because rich.table narrows all columns alike: in tables that fit, it cut
+    words in the middle, or it printed lines wider than the terminal.
 
     Args:
         title: a line above the table; may be empty.
@@ -125,7 +125,7 @@ class Table:
 
         shown = [zip(row, widths, self.columns, strict=True) for row in self._shown()]
         head, *rows = [[wrapped(console, cell, width, column.align) for cell, width, column in row] for row in shown]
-        body = lines(cell[::-1] for cell in head)[::-1]  # headings stand on the rule
+        body = lines(cell[::-1] for cell in head)[::-1]  # headings end just above the rule
         body.append("-" * (sum(widths) + apart * (len(widths) - 1)))
         body += [line for row in rows for line in lines(row)]
         note = [printable(self.note)] if self.note else []
@@ -219,9 +219,9 @@ def warn_each(warnings: Iterable[str]) -> None:
 
 
 def progress_bars(quiet: bool, *columns: "ProgressColumn") -> "Progress":
-    """Progress bars on standard error, each a description, a bar and then `columns`, which disappear at the end.
+    """Progress bars on standard error, which disappear at the end. Each has a description, a bar and then `columns`.
 
-    Nothing is shown if `quiet`, or if standard error is no terminal.
+    Nothing is shown if `quiet`, or if standard error is not a terminal.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
@@ -262,8 +262,8 @@ def stage_progress(quiet: bool) -> Iterator[tuple[Callable[[str, int, int | None
     """Show a bar for each of several stages that count bytes.
 
     Yields:
-        report(stage, done, total): sets the bytes of a stage that are done, and the total if it is known; and the
-        seconds from the first to the last report of each stage.
+        report(stage, done, total): sets the bytes of a stage that are done and, when first called for a stage, its
+        total, if known; and a mapping from stages to the seconds from their first to their last report.
     """
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -283,7 +283,7 @@ def stage_progress(quiet: bool) -> Iterator[tuple[Callable[[str, int, int | None
 
 @contextmanager
 def status_line(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what is being done: on one line of standard error, on a terminal only."""
+    """Yield a function that shows what is being done, on one line of standard error if that is a terminal."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -320,8 +320,8 @@ class BestEffortStream:
 
 def prepare_streams() -> None:
     """Make the standard streams safe to use: a closed one becomes the null device (else the next file that is opened
-    would take its number), characters outside the encoding of standard output are escaped, and errors of standard error
-    are ignored.
+    would take its number), characters outside the encoding of standard output are escaped, and failures to write to
+    standard error are ignored.
     """
     for number in range(3):
         try:

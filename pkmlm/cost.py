@@ -5,7 +5,7 @@ counted once, of a forward over one sequence of s = model.context tokens: the pr
 table rows, and attention's own (`attention_flops`). Left out, all small beside these: norms, activations, softmax, the
 top-k and the sums of candidate scores, biases, residual sums, the embedding look-up.
 
-s: tokens of a sequence; d: model width; W: ranks; M: those that divide the columns of each table (`parallel.memory`);
+s: tokens of a sequence; d: model width; W: ranks; M: ranks that divide the columns of each table (`parallel.memory`);
 G = W / M: ranks that hold the same columns; t: tokens of a rank in a step; r: reads of a token.
 """
 
@@ -39,8 +39,8 @@ class TableCost:
         name: of the layer that reads it: "memory", "ngram", "qkv", "ffn1" or "ffn2".
         rows, width: its shape.
         reads: rows that one token reads in a layer.
-        layers: that read it: more than one, if it is of a pool.
-        outputs: sums of rows that a token takes: of n-gram tables, one for each read.
+        layers: how many read it: more than one for the table of a pool.
+        outputs: sums of rows that one token reads in a layer: one per read for n-gram tables with a gate, otherwise 1.
     """
 
     name: str
@@ -63,12 +63,12 @@ class BlockCost:
         layer: counted from 1.
         parts: what it is made of, in order: "ngram", "attention" or "qkv", "ffn" or "ffn1" and "ffn2", "memory".
         dense: parameters that are not in tables.
-        keys: those of them that are keys of memories, which `parallel.shard` leaves whole on each rank.
+        keys: dense parameters that are keys of memories; with `parallel.shard`, each rank keeps all of them.
         tables: in the order in which the block reads them.
         flops_without_attention: of its maps, keys and tables, over one sequence.
         attention_flops: of attention's own products, over one sequence.
         paper_flops: what MemoryFormer's block formula gives without attention; None where it does not apply.
-        saved: numbers kept for the backward, for one token (an estimate).
+        saved: numbers kept for the backward pass, for one token (an estimate).
         scores: scores that a memory's search makes for one query of one head.
     """
 
@@ -85,7 +85,7 @@ class BlockCost:
 
     @property
     def memory(self) -> int:
-        """Parameters of the tables that it reads, of which those of a pool are other blocks', too."""
+        """Parameters of the tables that it reads; other blocks count the table of a pool, too."""
         return sum(table.parameters for table in self.tables)
 
     @property
@@ -99,14 +99,14 @@ class Cost:
     """The cost of a model.
 
     Attributes:
-        dense: parameters that are not values of memories or hash tables; the embeddings are among them.
+        dense: parameters that are not in memory values or hash tables, including the embeddings.
         memory: parameters of values and tables.
         read_per_token: parameters that the forward of one token reads: its rows of values and tables, and all dense
-            ones but the rows of the input embedding and of learned positions that belong to others. (A tied embedding
-            is read whole, as the head.)
+            ones except other tokens' rows of the input embedding and of learned positions. (All of a tied embedding is
+            read, as the head.)
         flops_per_token: blocks and head, averaged over a full sequence.
-        entry_bytes: bytes an entry of values and tables, for table_bytes and gather_bytes_per_token.
-        training: bytes by what they hold, see `training_bytes`.
+        entry_bytes: bytes per entry of values and tables, for table_bytes and gather_bytes_per_token.
+        training: bytes by what they hold; see `training_bytes`.
     """
 
     dense: int
@@ -123,11 +123,11 @@ class Cost:
 
     @property
     def tables(self) -> list[TableCost]:
-        """The tables of all blocks; those of a pool once."""
+        """The tables of all blocks; those of a pool occur once."""
         return tables_of_blocks(self.blocks)
 
     def as_json(self) -> dict[str, Any]:
-        """The shape of `pkmlm cost --json`."""
+        """The cost as `pkmlm cost --json` prints it."""
         blocks = []
         for block in self.blocks:
             own, paper = block.flops_without_attention, block.paper_flops
@@ -158,13 +158,13 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
     Args:
         recipe: a checked recipe.
         vocab_size: rows of the embedding (`model.vocab_size` may be null).
-        entry_bytes: bytes an entry of values and tables: 2 as the papers count (fp16), 4 for fp32.
+        entry_bytes: bytes per entry of values and tables: 2 as the papers count (fp16), 4 for fp32.
     """
     model = recipe.model
     with torch.device("meta"):
         pool = build_pool(model)
     placements = memory_layers(model)
-    built: dict[tuple[bool | None, bool], BlockCost] = {}  # by where memories stand: such blocks are equal
+    built: dict[tuple[bool | None, bool], BlockCost] = {}  # by the memories in it: blocks with the same ones are equal
     blocks = []
     for layer in range(1, model.layers + 1):
         placement = placements.get(layer), layer in model.ngram.layers
@@ -190,7 +190,7 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
 
 
 def tables_of_blocks(blocks: Sequence[BlockCost]) -> list[TableCost]:
-    """The tables of all blocks: those that each has for itself, then those of the pool, which several read."""
+    """The tables of all blocks: first each block's own, then those of the pool, which several blocks read."""
     own = [table for block in blocks for table in block.tables if table.layers == 1]
     pools = [[table for table in block.tables if table.layers > 1] for block in blocks]
     return own + next(filter(None, pools), [])
@@ -199,7 +199,7 @@ def tables_of_blocks(blocks: Sequence[BlockCost]) -> list[TableCost]:
 def count_block(recipe: Recipe, layer: int, pool: Pool | None) -> BlockCost:
     """Build a block on the meta device, and count what its modules hold and do.
 
-    Multiply-adds of a token are those of its linear maps, one for each weight, and what its memories state.
+    Multiply-adds of a token are one for each weight of the linear maps, and those that the memories report.
     """
     model, s, d = recipe.model, recipe.model.context, recipe.model.dim
     with torch.device("meta"):
@@ -241,8 +241,8 @@ def count_block(recipe: Recipe, layer: int, pool: Pool | None) -> BlockCost:
 
 
 def saved_per_token(module: nn.Module, model: Model) -> int:
-    """Numbers that autograd keeps of one token for the backward of a module: inputs and outputs of norms, both sides of
-    an FFN's activation, and what attention and memories keep. Dropout is left out."""
+    """Numbers that autograd keeps for one token for the backward pass of a module: inputs and outputs of norms, both
+    sides of an FFN's activation, and what attention and memories keep. Dropout is left out."""
     if isinstance(module, SparseMemory):
         return module.saved_per_token()
     if isinstance(module, nn.LayerNorm):
@@ -257,17 +257,17 @@ def attention_flops(model: Model) -> int:
     """Multiply-adds of attention over one sequence, without its maps; not halved for causality, as MemoryFormer counts.
 
     softmax: scores and weighted sums, 2 s^2 d.
-    linformer: both over the own block of c and the K rows of all blocks but the last, 2 s (K + c) d; and these rows.
+    linformer: both over a token's block of c and the K rows of all blocks but the last, 2 s (K + c) d; and these rows.
     cosformer, performer: the weights within chunks of C = 64, h s C (M + e + 1), and the running sum, written and read
-    once a chunk, 2 h (s - C) M (e + 1); the one beside e is the sum of the weights. Performer's features: 2 s M d.
-    (h heads, e wide, of M features each.)
+    once a chunk, 2 h (s - C) M (e + 1); the 1 added to e is the sum of the weights. Performer's features: 2 s M d.
+    (h heads, each e wide with M features.)
 
     MemoryFormer's table 2 prints totals of one block (s = 2,048, d = 1,024, h = 16) and no settings. Without attention
     the block has 12 s d^2 = 25.77 G, which leaves 0.28 to 0.38 G for Linformer (26.1), 4.18 to 4.28 G for cosFormer
     (30.0) and 0.88 to 0.98 G for Performer (26.7). Counted as their papers define them, not causally: Linformer
     4 s k d, so that k would be 34 to 45 (at the paper's k = 256 the block would have 27.9 G); Performer 4 s M d,
     M = 105 to 116 (256: 27.9 G); cosFormer 4 s e d = 0.54 G (26.3 G), while one head as wide as the model, without the
-    split into cosine and sine, would need 2 s d^2 = 4.29 G, 30.06 in all. The causal forms also pay for what is near.
+    split into cosine and sine, would need 2 s d^2 = 4.29 G, 30.06 in all. The causal forms also pay for nearby tokens.
     """
     s, d, options = model.context, model.dim, model.attention_options
     if model.attention == "softmax":
@@ -283,11 +283,11 @@ def attention_flops(model: Model) -> int:
 
 
 def attention_saved(model: Model) -> int:
-    """Numbers that attention keeps for the backward, for one token (an estimate).
+    """Numbers that attention keeps for the backward pass, for one token (an estimate).
 
-    Queries, keys, values and the output; with rotary positions copies of queries and keys, and their parts. softmax:
-    no scores. linformer: the keys and values that a block sees. cosformer, performer: for each head features, weights
-    within the chunk, and of all but the last chunk the sums and what they were made of.
+    Queries, keys, values and the output; with rotary positions, also copies of queries and keys, and their parts.
+    softmax: no scores. linformer: the keys and values that a block sees. cosformer, performer: for each head, features,
+    weights within the chunk and, in all but the last chunk, the sums and what they are made of.
     """
     d, options = model.dim, model.attention_options
     saved = 4 * d + (3 * d if model.positions == "rotary" else 0)
@@ -304,26 +304,26 @@ def attention_saved(model: Model) -> int:
 
 
 def attention_features(model: Model) -> int:
-    """Features of a head: the Performer's as the recipe says, cosFormer's a cosine and a sine of each entry."""
+    """Features of a head: Performer's number is set by the recipe; cosFormer has a cosine and a sine of each entry."""
     return model.attention_options.features if model.attention == "performer" else 2 * (model.dim // model.heads)
 
 
 def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_size: int) -> dict[str, int]:
-    """An estimate of the memory that training takes in one process, by what holds it.
+    """An estimate of the memory that training takes in one process, by what it holds.
 
-    weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam, and 2 for the copy that a GPU reads in
-    bf16 and fp16; for values and hash tables `row_gradient_bytes` in place of a gradient. What `train.only` freezes has
-    weights alone.
-    activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without dropout
-    (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16, otherwise 4;
-    SDPA is taken to keep no s^2 scores.
-    logits: those of a chunk, as computed and in fp32, and what the head's gradient takes before it is one.
+    weights, gradients, moments: fp32, 4 + 4 + 8 bytes per parameter under Adam, and 2 for the copy that a GPU reads in
+    bf16 and fp16; for values and hash tables, `row_gradient_bytes` instead of a gradient. What `train.only` freezes has
+    only weights.
+    activations: what maps, norms, attention and memories keep of one micro-batch for the backward pass, without dropout
+    (with `train.recompute`: each block's input, and everything for one block); 2 bytes per number in bf16 and fp16,
+    otherwise 4; SDPA is assumed to keep no s^2 scores.
+    logits: those of a chunk, as computed and in fp32, and the head's gradient while it adds up: its sum and a term.
     search: the scores of keys of a chunk.
-    Both as on a CPU; a GPU holds up to 1.1 GB of logits and 0.13 GB of scores.
+    Logits and search are those on a CPU; a GPU holds up to 1.1 GB of logits and 0.13 GB of scores.
     Left out: the allocator's slack, the framework itself and the data.
 
     Args:
-        recipe: a precision of "auto", which only a device resolves, is taken as fp32, here and below.
+        recipe: a precision of "auto", which only a device resolves, counts as fp32, here and below.
         dense: parameters that are not in tables.
         blocks: of `cost_of`.
         vocab_size: rows of the embedding.
@@ -349,12 +349,12 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
 
 
 def learnt_tables(recipe: Recipe, tables: Sequence[TableCost]) -> list[TableCost]:
-    """The tables that training moves."""
+    """The tables that training changes."""
     return [table for table in tables if recipe.train.only == "all" or table.name == "memory"]
 
 
 def moment_bytes(recipe: Recipe, table: TableCost) -> int:
-    """Bytes of what an optimizer keeps of a table."""
+    """Bytes of what an optimizer keeps for a table."""
     kept = 0 if table.name == "memory" and recipe.optim.values.optimizer == "row-sgd" else 8
     return kept * table.parameters
 
@@ -368,13 +368,13 @@ def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, t
     """Bytes of the gradient of a table of rows until the update (`pkmlm.kernels.row_gradient`).
 
     For each read its slot and weight, twice while they are sorted, and for each token the gradient of the output: of
-    all tokens of a step, in each layer that reads the table, or, where that is less, of one layer's backward pass
-    beside sums of rows, and as much again while reads turn into sums.
+    all tokens of a step, in each layer that reads the table; or, where that is less, of one layer's backward pass, plus
+    sums of rows, and as much again while reads turn into sums.
 
     Args:
         tokens: of a step.
         micro_batch_tokens: of one backward pass.
-        table_ranks: those that divide the table's columns; the tokens of all of them read it in a pass.
+        table_ranks: ranks that divide the table's columns; the tokens of all of them read it in a pass.
     """
     token_bytes = 40 * table.reads + 4 * table.outputs * table.width // table_ranks
     sums = 8 * table.parameters // table_ranks
@@ -382,13 +382,13 @@ def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, t
 
 
 def divisions(cost: Cost, ranks: int) -> list[int]:
-    """Every M that is possible on so many ranks: it divides them, and the width of each table."""
+    """Every M that is possible: it divides the number of ranks, and the width of each table."""
     common = math.gcd(ranks, *(table.width for table in cost.tables)) if cost.tables else 1
     return [each for each in range(1, common + 1) if common % each == 0]
 
 
 def shardable(cost: Cost) -> tuple[int, int]:
-    """The dense parameters that `parallel.shard` divides among all ranks: those of blocks, and the others."""
+    """How many dense parameters `parallel.shard` divides among all ranks: in blocks, and outside of them."""
     in_blocks = sum(block.dense for block in cost.blocks)
     return in_blocks - sum(block.keys for block in cost.blocks), cost.dense - in_blocks
 
@@ -396,9 +396,9 @@ def shardable(cost: Cost) -> tuple[int, int]:
 def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:
     """`Cost.training` for a rank that holds one of `table_ranks` parts of the tables' columns.
 
-    Each rank keeps the reads of the global batch, and of the gradient of their outputs its own columns; in a forward it
+    Each rank keeps the reads of the global batch, and its own columns of the gradient of their outputs; in a forward it
     also holds the slots and weights that it reads for the others. With `parallel.shard` it holds its part of the dense
-    parameters, and whole ones of two blocks and of what is outside of blocks.
+    parameters, and all those of two blocks and of what is outside of blocks.
     """
     elsewhere = cost.memory - cost.memory // table_ranks
     tokens = recipe.train.micro_batch * recipe.model.context
@@ -428,20 +428,20 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     `parallel.shard`, in each forward and backward, (W - 1) / W of the parameters of blocks twice, of the others once,
     and of all gradients once.
     reads: slots and weights to the M - 1 others that hold columns, outputs back, and both gradients the other way:
-    t (12 r (M - 1) + 2 D (M - 1) / M numbers), D being the table's width; of n-gram tables 8 r, their weights having no
-    gradient, and D once for each read of a gate. With `train.recompute`, the former two a second time, but for the last
-    outputs of a block.
-    gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) where the reads
-    themselves travel, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less; and among all
-    ranks, of the rows' counts, where slots are chosen.
+    t (12 r (M - 1) + 2 D (M - 1) / M numbers), where D is the table's width. For n-gram tables 8 r, since their weights
+    have no gradient; with a gate, D for each read. With `train.recompute`, slots, weights and outputs are sent a
+    second time, except the last outputs of a block.
+    gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) if the reads
+    themselves are sent, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less. Where slots
+    are chosen, also 2 (W - 1) / W of the rows' counts, among all ranks.
     statistics: of batch-normalised queries, in each forward: two moments to all others, two sums back.
-    Numbers are those of the outputs: 2 bytes in bf16 and fp16 (on a GPU), else 4. Left out: some 100 bytes a step for
-    loss, norms and stop requests, and what validation and checkpoints take.
+    A number takes 2 bytes in bf16 and fp16 (on a GPU), otherwise 4. Left out: some 100 bytes per step for loss, norms
+    and stop requests, and what validation and checkpoints send.
     """
     train, model, memory = recipe.train, recipe.model, recipe.model.memory
     tokens, groups = train.batch_tokens // ranks, ranks // table_ranks
     number = 2 if in_half_precision(recipe) else 4
-    # If only values train, no gradient reaches the queries of the first memory: a read of its (first) table has none.
+    # If only values train, no gradient reaches the queries of the first memory: reads of its (first) table have none.
     found = [(block, table) for block in cost.blocks for table in block.tables if table.name == "memory"]
     fixed = found[0] if train.only == "values" else None
     reads = gradients = 0
@@ -478,9 +478,9 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
 
 
 def most_keys(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, device_bytes: int) -> int | None:
-    """The largest `model.memory.num_keys` with which a rank's training fits into so many bytes; 0: none does.
+    """The largest `model.memory.num_keys` with which training fits into `device_bytes` on a rank; 0 if none does.
 
-    None: the recipe has no memory of keys and values.
+    None if the recipe has no memory of keys and values.
     """
     if recipe.model.memory.kind == "none":
         return None
@@ -491,4 +491,4 @@ def most_keys(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, dev
         return sum(bytes_held(larger, cost_of(larger, vocab_size), ranks, table_ranks).values()) > device_bytes
 
     most = math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // recipe.model.dim))
-    return bisect(range(1, most + 1), False, key=too_large)  # how many of 1, 2, ... are not
+    return bisect(range(1, most + 1), False, key=too_large)  # how many of 1, 2, ... are not too large

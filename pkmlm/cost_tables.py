@@ -21,13 +21,13 @@ def recipe_report(
     """A recipe's cost, as JSON and as tables.
 
     Args:
-        file: the recipe's, for errors.
-        entry_bytes: bytes an entry of values and tables.
-        ranks: also what each of so many ranks holds and sends, for each way to divide the tables.
-        device_bytes: with ranks: also the largest memory that fits into so much on each.
+        file: the recipe's file, for errors.
+        entry_bytes: bytes per entry of values and tables.
+        ranks: if given, the report also says what each of so many ranks holds and sends, for each division of tables.
+        device_bytes: with ranks: the report also says how large a memory fits into so many bytes on each of them.
 
     Raises:
-        UserError: the vocabulary is not known, or the steps do not fall into whole micro-batches on so many ranks.
+        UserError: the vocabulary size is not known, or a step does not divide into whole micro-batches on the ranks.
     """
     vocab_size = vocab_size_of(recipe)
     cost = cost_of(recipe, vocab_size, entry_bytes)
@@ -68,22 +68,22 @@ def recipe_report(
 
 
 def vocab_size_of(recipe: Recipe) -> int:
-    """Rows of the embedding: as the recipe says, or as its tokens have them.
+    """Rows of the embedding, from the recipe or from its tokens.
 
     Raises:
-        UserError: neither says.
+        UserError: neither the recipe nor its tokens give it.
     """
     if recipe.model.vocab_size is not None:
         return recipe.model.vocab_size
     folder = Path(recipe.data.dir) if recipe.data.dir else None
     if folder and (folder / FILE).exists():
         return read_index(folder).vocab_size
-    where = f"and there are no tokens in data.dir {folder}" if folder else "and data.dir is not set"
-    raise UserError(f"model.vocab_size is open {where}", "add -s data.dir=DIR or -s model.vocab_size=8192")
+    where = f"and there are no tokens in data.dir {folder}" if folder else "and neither is data.dir"
+    raise UserError(f"model.vocab_size is not set, {where}", "add -s data.dir=DIR or -s model.vocab_size=8192")
 
 
 def layer_table(recipe: Recipe, cost: Cost) -> Table:
-    """What each layer costs; equal layers in a row share a line, whose numbers are those of one of them."""
+    """What each layer costs; equal consecutive layers share a line, which gives the numbers of one of them."""
     with_paper = any(block.paper_flops is not None for block in cost.blocks)
     operations = ["GFLOP built", "w/o attn", *(["GFLOP paper", "w/o attn"] if with_paper else [])]
     columns = [Column("layers"), Column("made of"), number("dense"), number("memory")]
@@ -110,7 +110,7 @@ def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
     """What a rank holds and sends, and the largest memory that fits, for each division of the tables.
 
     Args:
-        world: of the JSON of `recipe_report`.
+        world: the entry "world" of the JSON of `recipe_report`.
     """
     divisions = world["divisions"]
     held = [(each["memory"], *(size / GIGA for size in each["training_bytes"].values())) for each in divisions]

@@ -17,8 +17,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# Of cgroups, by their controllers in /proc/self/cgroup (none: version 2): the root's folder, the files of limit and
-# use, and the entry of memory.stat.
+# For each kind of cgroup, by its controllers in /proc/self/cgroup (none: version 2): the root's folder, the files with
+# the limit and the use, and the entry of memory.stat for pages that can be dropped.
 CGROUP_FILES = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -44,16 +44,16 @@ def name_of(device: torch.device) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What a timing is taken on: the device with its threads, the CPU, and the version of torch."""
+    """What a timing depends on: the device with its threads, the CPU, and the version of torch."""
     abilities = torch.cpu.get_capabilities()
-    mark = hashlib.sha256(repr(sorted(abilities.items())).encode()).hexdigest()[:8]  # virtual machines cut names short
+    mark = hashlib.sha256(repr(sorted(abilities.items())).encode()).hexdigest()[:8]  # virtual machines shorten names
     cpu = f"{abilities.get('cpu_name', '')} {mark}".strip()
     return {"device": name_of(default_device()), "cpu": cpu, "torch": torch.__version__}
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated: of a GPU's memory, with the blocks that torch has cached, or of main memory without
-    swapping, within the limits of a container or a job.
+    """Bytes that can still be allocated: on a GPU, including the blocks that torch has cached; in main memory, without
+    swapping and within the limits of a container or a job.
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -62,17 +62,17 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_bytes_of_cgroups(root: str = "/") -> list[int]:
-    """What each cgroup of this process still lets it allocate: its limit less what is held, of which the pages of files
-    that were read once can be dropped. Empty where there are none.
+    """Bytes that each cgroup of this process still lets it allocate: the limit less the use, without inactive pages of
+    files, which can be dropped. Empty if there are no such limits.
     """
     free = []
-    with suppress(OSError):  # no Linux
+    with suppress(OSError):  # not Linux
         for line in Path(root, "proc/self/cgroup").read_text().splitlines():
             _, controllers, own = line.split(":", 2)
             if controllers in CGROUP_FILES:
                 folder, limit, held, droppable = CGROUP_FILES[controllers]
                 for place in accumulate(Path(own.lstrip("/")).parts, Path.joinpath, initial=Path(root, folder)):
-                    with suppress(OSError, ValueError):  # of another container, or "max"
+                    with suppress(OSError, ValueError):  # in another container, or "max"
                         most, now = (int((place / name).read_text()) for name in (limit, held))
                         stat = dict(each.split() for each in (place / "memory.stat").read_text().splitlines())
                         free.append(max(0, most - now + int(stat.get(droppable, 0))))
@@ -80,22 +80,22 @@ def free_bytes_of_cgroups(root: str = "/") -> list[int]:
 
 
 def held_bytes(device: torch.device) -> tuple[int, str]:
-    """What this process has taken of a GPU at most, or holds of main memory, and how to say so."""
+    """Bytes that this process has held on a GPU at most, or holds in main memory now, and words that say so."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "on the GPU at most"
     return psutil.Process().memory_info().rss, "resident"
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on a device. To a GPU it goes from pinned memory: the host does not wait for the copy, nor
-    for what stands before it in the GPU's queue.
+    """A CPU tensor on a device. It is copied to a GPU from pinned memory: the host waits neither for the copy nor for
+    what is queued on the GPU before it.
     """
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """Where a command computes, in which precision, and why in this one."""
+    """The device and the precision of a command, and the reason for this precision."""
 
     device: torch.device
     precision: Precision
@@ -111,15 +111,15 @@ def select_device(requested: str) -> DeviceSettings:
 def resolve_precision(requested: str, device: torch.device) -> tuple[Precision, str]:
     """Resolve `train.precision` for a device.
 
-    On a CPU, "auto" is fp32 also where bf16 is fast: with AVX512-BF16, steps of models of width 128 ran 0.95 times as
-    fast in bf16, and of width 512 1.4 to 1.5 times; there it is worth asking for, at losses that another CPU would not
-    repeat.
+    On a CPU, "auto" is fp32 even where bf16 is fast. With AVX512-BF16, steps in bf16 were 0.95 times as fast at width
+    128, and 1.4 to 1.5 times as fast at width 512: there bf16 is worth asking for, but another CPU would not reproduce
+    the losses.
 
     Returns:
         the precision and the reason for it, for the log and run.json.
 
     Raises:
-        UserError: bf16 was asked for on a GPU that has none.
+        UserError: bf16 was asked for on a GPU that does not support it.
     """
     if device.type == "cpu":
         capabilities = torch.cpu.get_capabilities()
@@ -146,16 +146,16 @@ def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_finite(x: torch.Tensor) -> bool:
-    """Whether all of x, of any shape and dtype, is finite; nothing of its size is allocated."""
-    return x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all())  # NaN is the least and the largest
+    """Whether all entries of x, of any shape and dtype, are finite; nothing of its size is allocated."""
+    return x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all())  # a NaN is both the least and the largest
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context in which a forward runs under `precision`; fp32 runs as it is."""
+    """The context for a forward in `precision`; fp32 needs no autocast."""
     return torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32", cache_enabled=True)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which operations keep the dtypes of their inputs; where they do so anyway, it costs nothing."""
+    """The context in which operations keep the dtypes of their inputs; it costs nothing where they do so anyway."""
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()

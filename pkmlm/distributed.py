@@ -1,4 +1,4 @@
-"""The processes that work together, where a launcher such as torchrun has started several.
+"""The processes that work together when a launcher such as torchrun has started several.
 
 W: ranks; N: rows of one rank's tensor.
 """
@@ -26,10 +26,11 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass
 class CommStats:
-    """What this rank has sent to others, and where it stands.
+    """What this rank has sent to others, and what its errors report.
 
     Attributes:
-        sent: bytes, as the usual ring and pairwise algorithms send them; without those of FSDP2, which does not say.
+        sent: bytes, as the usual ring and pairwise algorithms send them; without those of FSDP2, which does not report
+            them.
         step: the training step, for errors; 0: none.
         failed: the rank whose error ended a block of `collective_errors`; None: none, or it is not known which.
     """
@@ -43,9 +44,9 @@ class CommStats:
 class World:
     """Processes that work together, and this one's rank among them; alone, rank 0 of 1.
 
-    Each method is called by all of them, in the same order, with tensors of the same shapes and dtypes. Sums are taken
-    in the same order on all ranks, so that all have the same bits. An error of the network, a rank that has died or one
-    that does not answer in time is a UserError (exit code 1) that names this rank and its step.
+    All ranks call each method, in the same order, with tensors of the same shapes and dtypes. Sums are taken in the
+    same order on all ranks, so that all have the same bits. A network error, a rank that has died or one that does not
+    answer in time raises a UserError (exit code 1) that names this rank and its step.
     """
 
     rank: int = 0
@@ -54,11 +55,11 @@ class World:
     comm_stats: CommStats = field(default_factory=CommStats, compare=False, repr=False)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in the tensor's dtype: put into the tensor itself, and returned."""
+        """The sum over all ranks, in the tensor's dtype: written into the tensor itself, and returned."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def all_any(self, flags: Tensor) -> Tensor:
-        """Which flags (bool) some rank has set."""
+        """Which flags (bool) are set on any rank."""
         return flags if self.size == 1 else self._all_reduce(flags.to(torch.uint8), dist.ReduceOp.MAX).bool()
 
     def all_max(self, number: int) -> int:
@@ -81,7 +82,7 @@ class World:
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Of the ranks' sum of x (W * N, ...), this rank's N rows: the transpose of `all_gather`."""
+        """This rank's N rows of the sum of x (W * N, ...) over all ranks: the transpose of `all_gather`."""
         if self.size == 1:
             return x
         out = x.new_empty(len(x) // self.size, *x.shape[1:])
@@ -90,8 +91,8 @@ class World:
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """The j-th of W equal parts of x (its length is a multiple of W) goes to rank j; the parts received, by rank.
-        It is its own inverse.
+        """Send the j-th of W equal parts of x (its length is a multiple of W) to rank j; return the parts received, by
+        rank. This is its own inverse.
         """
         if self.size == 1:
             return x
@@ -101,7 +102,7 @@ class World:
         return out
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank; JSON must be able to hold them."""
+        """The values of all ranks, by rank; they must be valid in JSON."""
         if self.size == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -115,8 +116,8 @@ class World:
 
     @contextmanager
     def collective_errors(self) -> Iterator[None]:
-        """Let a block succeed on all ranks or on none. A block in which one rank alone can fail holds no collective:
-        the others would wait in it.
+        """Make a block succeed on all ranks or on none. A block in which one rank alone can fail must not contain a
+        collective: the others would wait in it.
 
         Raises:
             UserError: on the first rank whose block raised one, that error.
@@ -140,13 +141,13 @@ class World:
         raise UserError(where + failure.message, failure.hint, failure.exit_code) from failure
 
     def on_rank_zero(self, error: UserError) -> UserError | SystemExit:
-        """What to raise for an error that all ranks meet alike: rank 0 reports it, the others exit with its code."""
+        """What to raise for an error that occurs on all ranks: rank 0 reports it, the others exit with its code."""
         return error if self.rank == 0 else SystemExit(error.exit_code)
 
     @contextmanager
     def errors_on_rank_zero(self) -> Iterator[None]:
-        """Report a user's mistake, which all ranks meet alike, on rank 0 alone. Failures of one machine (exit code 1)
-        are reported by the rank that has them.
+        """Report a user's mistake, which occurs on all ranks, only on rank 0. Failures of one machine (exit code 1) are
+        reported by the rank where they occur.
         """
         try:
             yield
@@ -165,7 +166,7 @@ class World:
         self.comm_stats.sent += size
 
     def network_error(self, error: BaseException) -> UserError:
-        """The one-line error for a network failure, which never says which rank has caused it."""
+        """The one-line error for a network failure, which does not say which rank caused it."""
         at = f", step {self.comm_stats.step}" if self.comm_stats.step else ""
         what, hint = "the connection to another rank is lost", "the first rank to end says why"
         if re.search("timed? ?out", str(error), re.IGNORECASE):
@@ -181,9 +182,9 @@ class ProcessGroups:
     """How the ranks of a training run share its work; a single process is a world of one.
 
     Attributes:
-        world: all of them; each takes its own sequences.
-        memory: the neighbours among whom each table of rows is divided, by columns.
-        data: those that hold the same columns as this one, one of each such group.
+        world: all ranks; each takes its own sequences.
+        memory: the neighbouring ranks that divide the columns of each table of rows among themselves.
+        data: the ranks that hold the same columns as this one, one from each group of neighbours.
     """
 
     world: World = field(default_factory=World)
@@ -220,12 +221,12 @@ def _part(world: World, parts: list[list[int]]) -> World:
 
 
 def is_shard(tensor: Any) -> bool:
-    """Whether this rank holds a part of the tensor (a DTensor)."""
+    """Whether this rank holds only a part of the tensor (a DTensor)."""
     return hasattr(tensor, "to_local")
 
 
 def local_part(tensor: Any) -> Tensor:
-    """The part of a tensor that this rank holds; all of one that is not divided."""
+    """The part of a tensor that this rank holds: all of it, if it is not divided."""
     return tensor.to_local() if is_shard(tensor) else tensor
 
 
@@ -235,26 +236,26 @@ def is_network_error(error: BaseException) -> bool:
 
 
 def current_world() -> World:
-    """The processes that have joined; this one alone, where none have."""
+    """The processes that have joined; this one alone, if none have."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else World()
 
 
 @contextmanager
 def init_distributed() -> Iterator[World]:
-    """Join the processes of the launcher and leave them at the end; on GPUs, take this rank's.
+    """Join the processes of the launcher and leave them at the end; with GPUs, select this rank's.
 
-    Tensors on GPUs go over NCCL, those in main memory over gloo. An error of another rank than the first names it.
+    Tensors on GPUs go over NCCL, those in main memory over gloo. The error of any rank but the first names the rank.
 
     Raises:
-        UserError: the launcher's environment is not whole (exit code 2), or this rank's GPU cannot be used, or the
-            others could not be met (1).
+        UserError: the launcher's environment is incomplete (exit code 2), this rank's GPU cannot be used, or the other
+            ranks cannot be reached (1).
     """
     if launched_processes() == 1:
         yield World()
         return
     wait = timedelta(seconds=collective_timeout())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():  # a launcher may show each rank one GPU alone; NCCL refuses two ranks on one
+    if torch.cuda.is_available():  # a launcher may show each rank only one GPU; NCCL refuses two ranks on one
         local = os.environ.get("LOCAL_RANK", "0")
         if not local.isdecimal():
             raise UserError(f"LOCAL_RANK: found {local[:40]!r} (expected the rank's number on its machine)")
@@ -271,8 +272,8 @@ def init_distributed() -> Iterator[World]:
         ) from None
     except RuntimeError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        message = f"rank {os.environ['RANK']} has not met the others at {place}: {first_line(error)}"
-        raise UserError(message, "have all been started, and can they reach that place?", exit_code=1) from None
+        message = f"rank {os.environ['RANK']} cannot reach the others at {place}: {first_line(error)}"
+        raise UserError(message, "start all ranks, and check that they can reach that address", exit_code=1) from None
     try:
         yield current_world()
     except BaseException as error:

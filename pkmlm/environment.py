@@ -1,4 +1,4 @@
-"""What this process finds around it: a launcher's processes, usable cores, the commit of its code; free of torch."""
+"""The environment of this process: a launcher's processes, usable cores, the commit of the code. Needs no torch."""
 
 import ctypes
 import os
@@ -9,21 +9,21 @@ from pathlib import Path
 
 from pkmlm.errors import UserError
 
-SIZE = "WORLD_SIZE"  # a launcher such as torchrun sets it, for each process that it starts
+SIZE = "WORLD_SIZE"  # a launcher such as torchrun sets it for each process that it starts
 TIMEOUT = "PKMLM_TIMEOUT"  # seconds that a rank waits for another; the environment may set it
 PATIENCE = 1800.0
 
 
 def launched_processes() -> int:
-    """How many processes a launcher has started, this one among them; 1 without a launcher.
+    """How many processes a launcher has started, including this one; 1 without a launcher.
 
     Raises:
-        UserError: the environment's is no such number.
+        UserError: `WORLD_SIZE` is not such a number.
     """
     text = os.environ.get(SIZE, "1")
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise UserError(
-            f"{SIZE}: found {text[:40]!r} (expected how many processes a launcher has started)", f"unset {SIZE}"
+            f"{SIZE}: found {text[:40]!r} (expected the number of processes that a launcher started)", f"unset {SIZE}"
         )
     return int(text)
 
@@ -32,7 +32,7 @@ def collective_timeout() -> float:
     """Seconds that a rank waits for the others.
 
     Raises:
-        UserError: the environment's is no such number.
+        UserError: `PKMLM_TIMEOUT` is not such a number.
     """
     text = os.environ.get(TIMEOUT, str(PATIENCE))
     try:
@@ -46,15 +46,15 @@ def collective_timeout() -> float:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: those of the machine, or fewer where it is held to some of them."""
+    """How many cores this process may use: all of the machine's, or only those that its affinity allows."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def source_commit(git: Path | None = None) -> str | None:
-    """The commit that a .git folder is at, by default that of this package's checkout; None where there is none."""
+    """The commit that a .git folder has checked out, by default that of this package; None if there is none."""
     git = git or Path(__file__).resolve().parents[1] / ".git"
     try:
-        head = os.fsdecode((git / "HEAD").read_bytes()).strip()  # a branch's name is bytes, as that of a file is
+        head = os.fsdecode((git / "HEAD").read_bytes()).strip()  # a branch's name is bytes, as a file's is
         if not head.startswith("ref: "):
             return head
         name = head.removeprefix("ref: ")
@@ -67,11 +67,10 @@ def source_commit(git: Path | None = None) -> str | None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one, up to 2 GiB, instead of giving it back to the system.
+    """Make glibc keep the memory that a training step frees for the next step, up to 2 GiB, instead of returning it.
 
-    Each training step allocates and frees the same tensors, and memory that the system hands out anew is cleared page
-    by page first: a tenth of a small model's step. The most that a run takes at a time stays the same. Other C
-    libraries are left as they are.
+    Each step allocates and frees the same tensors, and the system clears every page that it hands out, which takes a
+    tenth of a small model's step. The peak of a run's memory stays the same. Other C libraries are not affected.
     """
     with suppress(AttributeError, OSError, TypeError):  # not glibc
         libc = ctypes.CDLL(None)

@@ -1,11 +1,11 @@
-"""Errors that a user can mend: shown as one `error:` line and one `hint:` line, never as a traceback."""
+"""Errors that a user can fix: shown as one `error:` line and one `hint:` line, never as a traceback."""
 
 import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LONGEST, MOST = 300, 2000  # characters of a word and of a line in an error: what is quoted may be of any length
+LONGEST, MOST = 300, 2000  # characters of a word and of a line in an error, which may quote text of any length
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # whichever file the user names
 
 
@@ -13,7 +13,7 @@ class UserError(Exception):
     """What is wrong, where, what was found and what was expected, in one line.
 
     Args:
-        message: one line: what, where, found (expected); what is too long in it lacks its middle.
+        message: one line: what, where, found (expected); the middle of what is too long is left out.
         hint: what to do about it, in one line; may be empty.
         exit_code: 2 for wrong usage, recipe or input; 1 where the machine failed (a full disk, say); 3 for divergence.
     """
@@ -29,16 +29,16 @@ class UserError(Exception):
 
 
 class NotFinite(UserError):
-    """A model's numbers are infinite, or none at all; if it is being trained, training has diverged."""
+    """A model's numbers are infinite or NaN; if it is being trained, training has diverged."""
 
 
 def without_middle(text: str, most: int) -> str:
-    """A text of at most `most` characters."""
+    """A text, with "..." in place of its middle if it has more than `most` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
 def first_line(error: BaseException) -> str:
-    """What torch says of an error, without the traces and advice below it."""
+    """The first line of an error's message, without the traces and advice that torch adds below it."""
     return str(error).strip().partition("\n")[0]
 
 
@@ -51,8 +51,8 @@ def printable(text: str) -> str:
 
 @contextmanager
 def read_errors(what: object, exit_code: int = 2) -> Iterator[None]:
-    """Turn a refusal to read a file into one line that names it: the system's (OSError), or Python's of a name that no
-    file can have (ValueError). Where the machine has run out of something, the exit code is 1.
+    """Turn a failure to read a file into a UserError that names it: the system's (OSError), or Python's for a name
+    that no file can have (ValueError). Failures of the machine (`SHORTAGES`) have exit code 1.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def read_errors(what: object, exit_code: int = 2) -> Iterator[None]:
 
 @contextmanager
 def memory_errors(message: str, hint: str = "") -> Iterator[None]:
-    """Turn an error that says that memory has run out into these words (exit code 1)."""
+    """Turn an error that says that memory has run out into a UserError with this message (exit code 1)."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

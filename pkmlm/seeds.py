@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of a seed and names, so that nothing has to be saved to go on."""
+"""Random numbers as pure functions of a seed and names, so that a run can resume without saved state."""
 
 import hashlib
 
@@ -12,5 +12,5 @@ def derived_seed(seed: int, *names: str | int) -> int:
 
 
 def generator(seed: int, *names: str | int) -> torch.Generator:
-    """A CPU generator of its own for `names`."""
+    """A CPU generator, seeded by `derived_seed`."""
     return torch.Generator().manual_seed(derived_seed(seed, *names))

@@ -1,7 +1,7 @@
 """Signals that ask a command to stop: Ctrl-C (SIGINT), SIGTERM and SIGHUP (the terminal has gone).
 
-Training notes the first and stops after its step, with a checkpoint saved; a second ends the process at once. All other
-commands end with Ctrl-C, but not in the middle of an import.
+At the first signal, training finishes its step, saves a checkpoint and stops; a second signal ends the process at once.
+All other commands end on Ctrl-C, but not in the middle of an import.
 """
 
 import math
@@ -23,13 +23,14 @@ EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGI
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGTERM; "signal 35" for one that has no name."""
+    """The name of a signal, such as SIGTERM; "signal 35" for one without a name."""
     return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 def interrupt_after_imports() -> None:
-    """Let Ctrl-C wait until libraries are imported, which takes seconds for torch. Within an import, some swallow
-    KeyboardInterrupt and stay half loaded; others end the process with SIGABRT. SIGINT stays ignored where it is.
+    """Make Ctrl-C wait until libraries are imported, which takes seconds for torch. During an import, some libraries
+    swallow KeyboardInterrupt and stay half loaded; others end the process with SIGABRT. If SIGINT is ignored, it stays
+    ignored.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -46,7 +47,7 @@ def interrupt_after_imports() -> None:
 
 
 class StopRequest:
-    """Whether a signal has asked to stop, and the exit code that it stands for (None: nobody has asked).
+    """Whether a signal has asked to stop, and the exit code for it (None: no signal has).
 
     Args:
         agree: returns the largest of the ranks' numbers, so that all ranks stop after the same step when one is asked.
@@ -64,10 +65,10 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(agree: Callable[[int], int] = int, message: str = "") -> Iterator[StopRequest]:
-    """Note signals that ask to stop, instead of dying; one more than a second later raises KeyboardInterrupt.
+    """Note a signal that asks to stop, instead of dying; another, over a second later, raises KeyboardInterrupt.
 
     A thread listens, too: the interpreter runs no handler while it waits for a library, which may take long (half
-    precision on a CPU) or for ever (a collective with a rank that has died). If KeyboardInterrupt cannot be raised
+    precision on a CPU) or forever (a collective with a rank that has died). If KeyboardInterrupt cannot be raised
     within `GRACE`, the thread ends the process.
 
     Args:
@@ -97,13 +98,13 @@ def stop_on_signals(agree: Callable[[int], int] = int, message: str = "") -> Ite
                     continue
                 if not asked_at:
                     asked_at = time.monotonic()
-                    with suppress(OSError, ValueError, TypeError):  # nobody may read it
+                    with suppress(OSError, ValueError, TypeError):  # standard error may be closed
                         if message and select.select([], [sys.stderr], [], 0)[1]:
                             over_prompt = "\r\x1b[2K" if sys.stderr.isatty() else ""  # the terminal's ^C
                             print(over_prompt + message, file=sys.stderr, flush=True)
                 elif time.monotonic() - asked_at > SAME_REQUEST:
                     insisting.set()
-                    for _ in range(round(GRACE / RETRY)):  # one that comes just before a sleep would not wake it
+                    for _ in range(round(GRACE / RETRY)):  # a signal just before a call that sleeps would not wake it
                         signal.pthread_kill(threading.main_thread().ident or 0, number)
                         if answered.wait(RETRY):
                             return
@@ -126,7 +127,7 @@ def stop_on_signals(agree: Callable[[int], int] = int, message: str = "") -> Ite
 
 @contextmanager
 def handled(handler: Handler) -> Iterator[None]:
-    """Let a function handle SIGTERM, SIGHUP and SIGINT, and put the former handlers back at the end. Under nohup,
+    """Handle SIGTERM, SIGHUP and SIGINT with a function, and restore the former handlers at the end. Under nohup,
     SIGHUP stays ignored.
     """
     heeded = [each for each in EXIT_CODES if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]

@@ -21,7 +21,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import MANIFEST, sha256_of
 from pkmlm.runs.results import arrays_digest, read_arrays, signed_arrays, write_arrays
 
-if TYPE_CHECKING:  # of modules that import torch
+if TYPE_CHECKING:  # these modules import torch
     from pkmlm.distributed import World
     from pkmlm.evaluate.likelihood import Window
 
@@ -33,12 +33,12 @@ class Background:
     """How often a model reads each row of its tables over batches of a text.
 
     Attributes:
-        run, step: whose model.
-        split: of its tokens, or the name of a text.
+        run, step: of the model.
+        split: the split of the run's tokens that was read, or the name of a text.
         checkpoint: the sha256 of its manifest.
         batches: how many were counted.
-        batch_tokens: the fewest scored tokens of a batch, but for the text's last one.
-        read_by: by path of a table in the model, the batches that read each row: int64 (K).
+        batch_tokens: scored tokens of a batch, at least; the text's last batch may have fewer.
+        read_by: by the table's path in the model, how many batches read each row: int64 (K).
         reads: likewise, the reads of each row.
     """
 
@@ -53,7 +53,7 @@ class Background:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """All of it, as the file holds it: a table's arrays are PATH.read_by and PATH.reads."""
+        """The arrays of the file: the fields of ORIGIN, and for each table PATH.read_by and PATH.reads."""
         arrays = {name: np.array(getattr(self, name)) for name in ORIGIN}
         for name in ("read_by", "reads"):
             arrays |= {f"{path}.{name}": counts for path, counts in getattr(self, name).items()}
@@ -72,10 +72,10 @@ class Background:
         """What `write` wrote.
 
         Raises:
-            UserError: it is missing, damaged or altered (exit code 1), or another kind of file (2).
+            UserError: the file is missing, damaged or altered (exit code 1), or of another kind (2).
         """
         hint = "pkmlm usage-report RUN --split train --background FILE writes one"
-        no_background = UserError(f"{path} is no background of slots", hint)
+        no_background = UserError(f"{path} is not a background of slots", hint)
         if not set(ORIGIN) <= read_arrays(path).keys():
             raise no_background
         arrays = read_arrays(path, signed=True)
@@ -91,7 +91,9 @@ class Background:
             raise no_background from None
 
     def as_json(self) -> dict[str, Any]:
-        """Where it comes from, and of each table the slots, those read at all and those that every batch reads."""
+        """Where it comes from, and for each table: its slots, how many of them any batch reads, how many every batch
+        reads, and the mean number of batches that read a slot.
+        """
         tables = [
             {
                 "table": path,
@@ -114,18 +116,18 @@ def count_background(
     quiet: bool,
     world: "World | None" = None,
 ) -> Background:
-    """Pass over a text and count.
+    """Count a background in one pass over a text.
 
     Args:
         step: "latest", "best" or a number.
-        choice: of the text; the train split, if none is chosen.
-        batches: to count, evenly spread over the text; where it has fewer, all.
-        batch_tokens: of a batch; None: those of a step of the run's training.
-        quiet: no progress.
+        choice: of the text; by default the train split.
+        batches: how many to count, evenly spread over the text; all, if it has fewer.
+        batch_tokens: tokens of a batch; None: as many as a training step of the run takes.
+        quiet: show no progress.
         world: the processes that share the pass; each gets the counts of all.
 
     Raises:
-        UserError: there is no such checkpoint or text, or the model has no table.
+        UserError: there is no such checkpoint or text, or the model has no table of values.
     """
     from pkmlm.analysis.counters import RowCounters
     from pkmlm.distributed import World
@@ -139,8 +141,8 @@ def count_background(
         choice = choice._replace(split="train")
     documents, model = chosen_documents(choice, loaded), loaded.model
     if not any(table.group == "values" for table in tables_of(model).values()):
-        message = f"the model of {run.path} has no memory to count"
-        hint = "give a run with product keys, flat keys or PEER, whose values slot-wise fine-tuning moves"
+        message = f"the model of {run.path} has no memory with a table of values"
+        hint = "give a run with product keys, flat keys or PEER: slot-wise fine-tuning trains their values"
         raise UserError(message, hint)
     size = batch_tokens or loaded.recipe.train.batch_tokens
     most, counted, done = min(batches, -(-documents.tokens // size)), 0, 0
@@ -155,7 +157,7 @@ def count_background(
         for batch in in_batches(stream, size):
             first, done = done, done + sum(len(window.targets) for window in batch)
             advance(done)
-            if first * most < counted * documents.tokens:  # before the next of as many equal parts
+            if first * most < counted * documents.tokens:  # before the next of `most` equal parts
                 continue
             if counted % world.size == world.rank:
                 for start in range(0, len(batch), BATCH):
@@ -179,7 +181,7 @@ def count_background(
 
 
 def in_batches(stream: "Iterator[Window]", tokens: int) -> "Iterator[list[Window]]":
-    """Windows in their order, as few in a batch as score so many tokens."""
+    """Windows in their order, in the smallest batches that score at least `tokens` tokens."""
     while batch := list(itertools.islice(stream, 1)):
         left = tokens - len(batch[0].targets)
         while left > 0 and (window := next(stream, None)) is not None:

@@ -1,6 +1,6 @@
 """Runs side by side, from what training, `eval` and `usage-report` left in their folders; nothing is measured.
 
-Needs no torch. The tables of it are in `tables`.
+Needs no torch. `tables` makes the tables.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,10 +31,10 @@ Facts = dict[str, Any]
 
 
 class Group(NamedTuple):
-    """Runs of one recipe that differ in their seed only, or a single run.
+    """Runs of one recipe that differ only in their seed, or a single run.
 
     Attributes:
-        name: `pkm-seed-{1,2}`.
+        name: such as `pkm-seed-{1,2}`.
         runs: the facts of each.
     """
 
@@ -42,8 +42,8 @@ class Group(NamedTuple):
     runs: list[Facts]
 
     def as_json(self) -> Facts:
-        """The names and seeds of the runs; and of each number the mean, half the range from least to greatest, and how
-        many know it, where these are not all.
+        """The names and seeds of the runs; and for each number its mean, half the range from least to greatest, and,
+        if some runs lack it, how many have it.
         """
         values: dict[str, list[float]] = {}
         for run in self.runs:
@@ -83,7 +83,7 @@ class Comparison:
         return {label: run.sound_metrics() for label, run in self.runs.items()}
 
     def at_equal(self, over: Over, per_step: Mapping[str, float]) -> Equal | None:
-        """`at_equal` of these runs. Its facts are added to theirs, and what a step takes, as OVER_per_step."""
+        """`at_equal` of these runs. Adds its facts to theirs, and what a step takes as OVER_per_step."""
         equal = at_equal(over, per_step, self.metrics)
         for run in self.facts:
             run[f"{over}_per_step"] = per_step[run["run"]]
@@ -91,8 +91,8 @@ class Comparison:
         return equal
 
     def curves(self, over: str) -> dict[str, list[tuple[float, list[Facts]]]]:
-        """What a step of each run of a group takes, which `at_equal` has added (of tokens the recipe tells), and its
-        events.
+        """By group, for each of its runs: what a step takes (from `at_equal`; otherwise the recipe's tokens, or 1) and
+        the run's events.
         """
 
         def curve(facts: Facts) -> tuple[float, list[Facts]]:
@@ -102,8 +102,8 @@ class Comparison:
         return {group.name: [curve(run) for run in group.runs] for group in self.groups}
 
     def comparable_with_dense(self) -> tuple[str | None, list[str]]:
-        """The first dense group (None: there is none), and the groups whose losses can be compared with its: those that
-        were validated on the same tokens. What is not known of one is taken to be the same.
+        """The first dense group (None: there is none), and the groups whose losses can be compared with its loss: those
+        validated on the same tokens. If a group's tokens are not known, they are taken to be the same.
         """
         dense = next((group for group in self.groups if group.runs[0]["kind"] == "dense"), None)
         if dense is None:
@@ -118,8 +118,9 @@ class Comparison:
         return dense.name, [group.name for group in self.groups if alike(group)]
 
     def branches(self) -> dict[str, list[str]]:
-        """The groups without those that branched off another; and of each, those that did: of the same recipe and seeds
-        but for the steps and the decay with which they end. If none is without a decay, the longest is the main one.
+        """Each group that did not branch off another, with those that branched off it. A branch differs only in its
+        steps and in the decay with which it ends; it belongs to the longest group without a decay, or, if all have one,
+        to the longest.
         """
         families: dict[Any, list[tuple[int, int, str]]] = {}
         for group in self.groups:
@@ -139,16 +140,15 @@ class Comparison:
 
 
 def compare_runs(paths: Sequence[str]) -> Comparison:
-    """Read some runs. Of several paths, as a shell's glob gives them, those that exist but are no run are left out with
-    a warning.
+    """Read some runs. Paths that exist but are not runs, as a shell's glob may give, are left out with a warning.
 
     Raises:
         UserError: a run does not exist, no path is a run, or (exit code 1) a state is damaged or a file cannot be read.
     """
     strays = {path for path in paths if Path(path).exists() and not RunDirectory(path).recipe_file.is_file()}
     if strays.issuperset(paths):
-        strays = set()  # opening the first tells what is wrong with it
-    warnings = [f"left out {path}: it is no run (no recipe.yaml in it)" for path in sorted(strays)]
+        strays = set()  # opening the first says what is wrong with it
+    warnings = [f"left out {path}: it is not a run (it has no recipe.yaml)" for path in sorted(strays)]
     runs = open_runs([path for path in paths if path not in strays], RunDirectory.existing)
     saved = {label: max(run.steps(), default=0) for label, run in runs.items()}  # read first: some may be training
     timed, damaged = timed_side_by_side(runs)
@@ -166,27 +166,27 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
         if logged < last and opened.metrics_file not in altered:
             ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
             warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
-    shared = shared_tasks(facts)  # over other tasks, an average would say nothing
+    shared = shared_tasks(facts)  # averages over different tasks cannot be compared
     for run in facts:
         run["average_acc"], _ = average_accuracy(run["tasks"].get(name, {}) for name in shared)
         if run["test_step"] not in (None, run["step"], saved[run["run"]], run["valid_step"]):
-            what = f"test perplexity is that of step {run['test_step']:,}, and neither of the latest nor of the best"
+            what = f"test perplexity is that of step {run['test_step']:,}, which is neither the latest nor the best"
             warnings.append(f"{run['run']}: {what}: run `pkmlm eval` again")
     for label, measured in runs.items():
         if partial := partial_tasks(measured.path):
             names = ", ".join(sorted(partial))
-            warnings.append(f"{label}: left out {names}: measured in part only, with --limit")
+            warnings.append(f"{label}: left out {names}: measured only in part, with --limit")
     return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(facts))
 
 
 def shared_tasks(facts: Sequence[Facts]) -> list[str]:
-    """The tasks that all runs have, but for those that have none."""
+    """The tasks that all runs have, apart from runs that have none."""
     names = dict.fromkeys(name for run in facts for name in run["tasks"])
     return [name for name in names if all(name in run["tasks"] for run in facts if run["tasks"])]
 
 
 def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> dict[str, RunDirectory]:
-    """Runs by name, or all by path where two have the same name; a folder that is given twice is opened once.
+    """Runs by name, or all by path where two have the same name; a folder that is given twice counts once.
 
     Args:
         paths: as the user gives them.
@@ -198,8 +198,8 @@ def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> di
 
 
 def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> list[Group]:
-    """The runs in groups of one recipe and one text. One that was stopped or has diverged stands by itself, and so do
-    several of one seed.
+    """Groups of the runs that have the same recipe and text. A run that was stopped or diverged is a group by itself;
+    so is each of the runs with the same recipe and text if two of them have the same seed.
     """
     alike: dict[Any, list[Facts]] = {}
     for run in facts:
@@ -214,7 +214,7 @@ def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> lis
 
 
 def common_name(names: Sequence[str]) -> str:
-    """What names have in common, and in braces in what they differ, numbers whole: `pkm-seed-{9,10}`."""
+    """What names have in common, with their differences in braces; numbers stay in one piece: `pkm-seed-{9,10}`."""
     if len(names) == 1:
         return names[0]
     start = commonprefix(names).rstrip("0123456789")  # noqa: RUF071 (of names, not of paths)
@@ -228,9 +228,9 @@ def without_seed(recipe: Recipe) -> Recipe:
 
 
 def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> tuple[dict[str, float], list[str]]:
-    """Tokens a second at which `pkmlm sweep` has scored text with the models of runs, all in turn in one process; and
-    warnings about damaged files. A sweep times one seed of each model. Of runs that were timed in several sweeps, there
-    is none: what the machine did meanwhile did not fall on all alike.
+    """Tokens per second at which `pkmlm sweep` scored text with the models of the runs, timed in turn in one process;
+    and warnings about damaged files. A sweep times one seed of each model, which stands for all. Empty if the runs were
+    timed in several sweeps, because the load of the machine may have differed.
     """
     sweeps: dict[Path, dict[str, Recipe]] = {}
     for label, run in runs.items():
@@ -257,17 +257,17 @@ def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> tuple[dict[str, floa
 
 
 def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts]) -> Facts:
-    """What is known of a run, of which `metrics` are the events; None where a measurement is missing.
+    """What is known of a run with the events `metrics`; None where a measurement is missing.
 
     Keys: run, kind, dim, layers, lr (the peak), seed, init_from (the run whose weights it started from), tokenizer,
     train_tokens_sha256 and valid_tokens_sha256 (the sha256 of what it was trained with, trained on and validated on),
     valid_tokens (of each validation; None: all), dense, memory, read_per_token, total (parameters), status, step,
     tokens (trained so far), tokens_per_second (median over steps), seconds (in training steps, up to the latest
-    checkpoint, or, where that is gone, to the end), valid_step, valid_loss (nats per token), valid_token_ppl,
+    checkpoint, or to the end if that is gone), valid_step, valid_loss (nats per token), valid_token_ppl,
     valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl, test_bits_per_byte (of the
     evaluation of the test split at the highest step), test_text_sha256 (of what it read), tasks_step, tasks ({name:
     {"acc", ...}}, see `task_scores`), usage_step, usage (memories of the usage report of the test split at the highest
-    step). The kind is dense, hash, the kind of memory, ngram, or several of them with + between.
+    step). The kind is dense, hash, the kind of memory, ngram, or several of them joined by " + ".
     """
     recorded, recipe, latest = run.facts(), run.recipe(), run.latest_state()
     parameters, data = recorded.get("parameters") or {}, latest["data"] if latest else {}
@@ -311,8 +311,8 @@ def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts]) -> Facts:
 
 
 def flat_facts(run: Facts) -> Facts:
-    """The facts of a run without lists: the mean usage and KL over memories, and each task's accuracy by its name (of a
-    user's task called "memory", say, by "memory_acc").
+    """The facts of a run without lists: the mean usage and KL over memories, and each task's accuracy under the task's
+    name, or under "NAME_acc" if a fact has that name.
     """
     plain = {key: value for key, value in run.items() if key not in ("tasks", "usage")}
     plain |= {f"mean_{key}": mean(memory["mass"][key] for memory in by_table(run["usage"])) for key in ("usage", "kl")}
@@ -320,37 +320,37 @@ def flat_facts(run: Facts) -> Facts:
 
 
 def by_table(usage: Iterable[Facts]) -> list[Facts]:
-    """The memories of a usage report, a pool as one, without the layers that read it."""
+    """The memories of a usage report, with a pool as one memory in place of the layers that read it."""
     return [memory for memory in usage if not memory.get("pool") or memory["name"] == "pool"]
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of the values that are known; None where none is."""
+    """The mean of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def differences(facts: Sequence[Facts]) -> list[str]:
-    """A warning for each reason why the numbers of these runs cannot be compared: several tokenizers, several texts,
-    tasks asked in several ways, or weights that have seen more than the run's tokens.
+    """A warning for each reason why the numbers of these runs cannot be compared: different tokenizers, different
+    texts, tasks asked in different ways, or weights that have seen more than the run's tokens.
 
-    A run of which something is not known is taken to be like the others. So is one with another tokenizer, which makes
-    other tokens of the same text.
+    What is not known of a run is taken to be as in the others. Texts are compared only among runs with the same
+    tokenizer, because another one makes other tokens of the same text.
     """
 
     def of_each(key: str) -> dict[str, Any]:
         return {run["run"]: run[key] for run in facts}
 
     tokenizers, tasks = of_each("tokenizer"), of_each("tasks")
-    values: dict[str, dict[str, Any]] = {"several tokenizers: compare bits per byte, not tokens": tokenizers}
+    values: dict[str, dict[str, Any]] = {"different tokenizers: compare only bits per byte": tokenizers}
     texts: dict[str, dict[str, Any]] = {
-        "several texts to train on": of_each("train_tokens_sha256"),
-        "several texts, or shares of one, to validate on": {
+        "different training texts": of_each("train_tokens_sha256"),
+        "different validation texts, or different shares of one": {
             run["run"]: (run["valid_tokens_sha256"], run["valid_tokens"])
             for run in facts
             if run["valid_tokens_sha256"] is not None
         },
-        "several texts to test on": of_each("test_text_sha256"),
+        "different test texts": of_each("test_text_sha256"),
     }
     for what, text_of in texts.items():
         tokens = {label: (tokenizers[label], text) for label, text in text_of.items() if text is not None}
@@ -360,8 +360,8 @@ def differences(facts: Sequence[Facts]) -> list[str]:
         asked = {label: found[name] for label, found in tasks.items() if name in found}
         shots = {label: task.get("num_fewshot") for label, task in asked.items()}
         rows = {label: (task.get("data") or {}).get("sha256") for label, task in asked.items()}
-        values[f"several numbers of examples before a question of {name}"] = shots
-        values[f"several files of rows of {name}"] = rows
+        values[f"different numbers of examples before a question of {name}"] = shots
+        values[f"different files with the rows of {name}"] = rows
     warnings = [
         f"{what} ({'; '.join(map(', '.join, several.values()))})"
         for what, found in values.items()

@@ -63,8 +63,8 @@ class UsageCounters(ReadListener):
     """Counts every read of a model's memories while the `with` block runs.
 
     Keeps integer counts and float64 masses of each head and slot, and sums over each head's reads, on the model's
-    device, so that memory does not grow with the tokens counted. A read counts whatever its weight, zero too; its mass
-    is the size of its weight, which need not be positive where scores are weights.
+    device, so that memory does not grow with the tokens counted. A read counts whatever its weight, even 0; its mass is
+    the absolute value of its weight, which may be negative where scores are weights.
 
         with pkmlm.UsageCounters(model) as counters:
             model(tokens)
@@ -73,7 +73,7 @@ class UsageCounters(ReadListener):
 
     Args:
         model: any module with memories in it.
-        taps: whose reads are counted; None: all of the model's.
+        taps: those whose reads are counted; None: all of the model's.
         overlap: also count the slots that two heads both read for a token, which can take as long as the model.
     """
 
@@ -83,10 +83,10 @@ class UsageCounters(ReadListener):
         super().__init__([(counter.tap, counter.add) for counter in self._counters])
 
     def memories(self, world: World | None = None) -> list[MemoryUsage]:
-        """What has been counted, one entry a tap, in order; then one of the table that several share, if one does.
+        """What has been counted: one entry per tap, in order, then one for the table that several share, if any do.
 
         Args:
-            world: the processes whose counts are added; all of them call it.
+            world: the processes whose counts are added; all of them must call this.
 
         Raises:
             UserError: a memory reads with weights that are not finite.
@@ -95,7 +95,7 @@ class UsageCounters(ReadListener):
 
 
 class _Counter:
-    """The counts of one memory: head h's reads of slot s stand at h * K + s, K the slots that one head can read."""
+    """The counts of one memory: head h's reads of slot s are at h * K + s, with K slots that one head can read."""
 
     def __init__(self, tap: UsageTap, device: torch.device | None, overlap: bool):
         self.tap, self.overlap = tap, overlap
@@ -111,7 +111,7 @@ class _Counter:
     @torch.no_grad()
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
         self.tokens += len(slots_NHk)
-        if self.tap.shared:  # otherwise the number of a slot is its place already
+        if self.tap.shared:  # otherwise a slot's number already is its index
             if self.overlap:
                 self._add_common(slots_NHk)
             first_H = torch.arange(self.tap.heads, device=slots_NHk.device) * self.tap.slots
@@ -125,7 +125,7 @@ class _Counter:
         self.spread_3 += spread(weights_NHk)
 
     def _add_common(self, slots_NHk: Tensor) -> None:
-        """Count the slots that two heads share; those of one head differ from each other."""
+        """Count the slots that two heads have in common for a token; the slots of one head are distinct."""
         heads, topk = slots_NHk.shape[1:]
         for chunk_nHk in slots_NHk.split(max(1, COMPARISONS[slots_NHk.device.type] // topk**2)):
             for g in range(heads):
@@ -191,7 +191,7 @@ class RowCounters(ReadListener):
 
 
 def spread(weights_NHk: Tensor) -> Tensor:
-    """The sums of `MemoryUsage.spread_3` over tokens and heads, of weights that are not negative."""
+    """The sums of `MemoryUsage.spread_3` over tokens and heads, for weights that are not negative."""
     mass_NH1 = weights_NHk.sum(-1, keepdim=True)
     share_Rk = (weights_NHk / mass_NH1)[mass_NH1[..., 0] > 0]
     effective_R = torch.special.entr(share_Rk).sum(-1).exp()
@@ -214,9 +214,9 @@ def measure_usage(
         documents: the text, for one pass.
         advance: see `score`.
         world: the processes that share the pass; the counts are those of all.
-        ngrams: takes those that the model sees at these positions.
+        ngrams: receives the n-grams that the model sees at these positions.
         taps: of the memories whose reads count; None: all.
-        others: hear the same reads.
+        others: listeners that are restricted to the same positions.
 
     Returns:
         As `UsageCounters.memories`.

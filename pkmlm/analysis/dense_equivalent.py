@@ -1,4 +1,4 @@
-"""How large a dense model would have to be for the loss of a model with a memory."""
+"""How large a dense model would have to be to reach the loss of a model with a memory."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,18 +9,18 @@ from typing import NamedTuple
 from pkmlm.analysis.compare import Group
 from pkmlm.analysis.equal import Over
 
-FEWEST = 3  # sizes of dense models: two are a line through anything
+FEWEST = 3  # sizes of dense models: a line fits any two
 
 
 class Equivalent(NamedTuple):
-    """A dense-equivalent size, in parameters; 0: smaller than the smallest dense model, infinite: larger than the
-    largest, of those that are of use (see `dense_equivalents`).
+    """A dense-equivalent size, in parameters; 0: below the smallest usable dense model, infinite: above the largest
+    (see `dense_equivalents`).
 
     Attributes:
         parameters: at the mean losses over seeds.
-        low, high: from the worst seed against the best of the dense seeds to the best against their worst; None where
-            there is one seed of all.
-        smallest, largest: of the dense models.
+        low, high: for the worst seed against the best dense seeds, and for the best seed against the worst; None if all
+            models have a single seed.
+        smallest, largest: sizes of the usable dense models.
     """
 
     parameters: float
@@ -30,8 +30,8 @@ class Equivalent(NamedTuple):
     largest: int
 
     def as_json(self) -> dict[str, float | None]:
-        """A size beyond the dense models is None, with its bound in more_than or less_than; so is an end of the range,
-        with its bound in high_more_than or low_less_than.
+        """A size beyond the dense models is None, and more_than or less_than is its bound; the same holds for the ends
+        of the range, with high_more_than and low_less_than.
         """
         found = [size if size and math.isfinite(size) else None for size in (self.parameters, self.low, self.high)]
         bounds = {
@@ -43,7 +43,7 @@ class Equivalent(NamedTuple):
         return dict(zip(("parameters", "low", "high"), found, strict=True)) | bounds
 
     def texts(self) -> list[str | None]:
-        """The size and the ends of its range as people read them."""
+        """The size and the ends of its range, as text."""
         beyond = {0.0: f"< {self.smallest:,}", math.inf: f"> {self.largest:,}"}
         sizes = (self.parameters, self.low, self.high)
         return [None if size is None else beyond.get(size, f"{size:,.0f}") for size in sizes]
@@ -51,15 +51,15 @@ class Equivalent(NamedTuple):
 
 def dense_equivalents(groups: Sequence[Group], overs: Sequence[Over] = ()) -> dict[str, dict[str, Equivalent]]:
     """The dense-equivalent sizes of all models that are not dense, by the name of their group and by the loss that is
-    compared: "test", "valid" (the best validation), "equal_OVER". Empty with fewer than three sizes of dense models
-    that are of use.
+    compared: "test", "valid" (the best validation), "equal_OVER". A loss is left out if it is known of fewer than three
+    usable sizes of dense models.
 
-    Losses of dense models follow a power law in their parameters (Kaplan et al. 2020, eq. 1.1), a straight line of the
-    logarithms. Between two sizes that are near, so does theirs: the logarithm of the loss in nats is interpolated along
-    the logarithm of all parameters, embeddings with them. (A logarithm of perplexity, the loss itself, would lie
-    above the law between two sizes; a power law with an irreducible loss would need more sizes than anyone trains.)
-    Of dense models of one size, that with the best validation counts (if none is known: the best); one that is no
-    better than a smaller one is left out.
+    The loss of dense models follows a power law in their parameters (Kaplan et al. 2020, eq. 1.1), a straight line in
+    logarithms. Between neighbouring sizes, the logarithm of the loss in nats is therefore interpolated linearly in the
+    logarithm of all parameters, embeddings included. (Interpolating the loss itself, the logarithm of perplexity, would
+    give values above the law; a power law with an irreducible loss would need more sizes than anyone trains.) Of
+    several dense models of one size, the one with the best validation counts (if none is known, the one with the best
+    loss); a model that is no better than a smaller one is not used.
     """
     ppls = {"test": "test_token_ppl", "valid": "valid_token_ppl"}
     ppls |= {f"equal_{over}": f"equal_{over}_valid_token_ppl" for over in overs}
@@ -97,7 +97,11 @@ def mean_validation(group: Group) -> float:
 def better_with_size(
     dense: dict[int, list[float]], of_seeds: Callable[[Sequence[float]], float]
 ) -> list[tuple[int, float]]:
-    """(size, loss) of dense models, by size, each better than those before."""
+    """(size, loss) of dense models in order of size, without those that are no better than a smaller one.
+
+    Args:
+        of_seeds: makes one loss of those of a model's seeds.
+    """
     curve: list[tuple[int, float]] = []
     for size, seeds in sorted(dense.items()):
         if not curve or of_seeds(seeds) < curve[-1][1]:

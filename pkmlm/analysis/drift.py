@@ -1,4 +1,4 @@
-"""Drift: which slots of the memories training reads, and how far their values move from one record to the next.
+"""Drift: which slots of the memories are read in training, and how far their values move between records.
 
 K: slots; S: slots sampled; D: width of a value.
 """
@@ -24,18 +24,18 @@ from pkmlm.seeds import derived_seed
 
 SAMPLE = 2048  # values of a memory whose movement is measured
 WINDOW = 100  # steps over which the progress line counts slots
-NOTED = ("read_K", "last_K", "sample_S")  # of a memory, in both kinds of files
+NOTED = ("read_K", "last_K", "sample_S")  # arrays of a memory in both kinds of files
 
 
 class ReadSlots:
-    """Notes which slots of a memory training reads.
+    """Notes which slots of a memory are read in training.
 
     Args:
-        memory: whose tap is listened to from now on.
+        memory: its tap is listened to from now on.
         ranks: those that train the memory together.
 
     Attributes:
-        read_K: whether each slot has been read (bool), by this rank; by any, after `merge_ranks`.
+        read_K: bool, whether this rank has read each slot; after `merge_ranks`, whether any rank has.
     """
 
     def __init__(self, memory: SparseMemory, ranks: World):
@@ -48,12 +48,12 @@ class ReadSlots:
             self.read_K.index_fill_(0, output[0].flatten(), True)
 
     def merge_ranks(self) -> None:
-        """Note what other ranks have read, too; all of them call it together."""
+        """Add what the other ranks have read; all ranks call this together."""
         self.read_K = self.ranks.all_any(self.read_K)
 
 
 class RecentReads(ReadSlots):
-    """The share of a memory's slots that training has read in the last whole window of steps, for the progress line."""
+    """The share of a memory's slots that were read in the last complete window of steps, for the progress line."""
 
     def __init__(self, memory: SparseMemory, ranks: World):
         super().__init__(memory, ranks)
@@ -61,7 +61,7 @@ class RecentReads(ReadSlots):
         self.share: float | None = None
 
     def after_step(self) -> str:
-        """Count a step, which all ranks do together; the share as text, empty until the first window is whole."""
+        """Count a step, all ranks together; returns the share as text, empty until the first window is complete."""
         self.steps += 1
         if self.steps % WINDOW == 0:
             self.merge_ranks()
@@ -71,19 +71,19 @@ class RecentReads(ReadSlots):
 
 
 class Drift:
-    """Records a "drift" event every `eval.every` steps, and at the end if that comes at least half as many steps later,
-    and RUN/usage/drift-step-N.npz with it.
+    """Records a "drift" event and RUN/usage/drift-step-N.npz every `eval.every` steps, and at the end of training if
+    that comes at least half as many steps after the last record.
 
-    Reads of all slots are noted; the values of SAMPLE slots, drawn from the recipe's seed, are compared with those of
-    the record before. A checkpoint between two records has its state in kept-step-N.npz as long as it exists; a resume
-    without a whole one starts a new record.
+    Reads of all slots are noted; the values of SAMPLE slots, drawn from the recipe's seed, are compared with those at
+    the last record. For a checkpoint between two records, kept-step-N.npz holds the state as long as the checkpoint
+    exists; a resume without an intact file starts recording over.
 
     Args:
         folder: RUN/usage.
         recipe: of the run.
         model: whose memories are watched.
         step: of the model's weights.
-        world: the ranks that train the model, all of which call each method; rank 0 writes.
+        world: the ranks that train the model. All of them call each method; rank 0 writes.
         allowed: called before each write; raises a UserError if the folder has become another run's.
 
     Attributes:
@@ -109,10 +109,10 @@ class Drift:
         self.began, self.since = self.world.broadcast([self.began, self.since])
 
     def record(self, step: int, log_event: Callable[..., None]) -> None:
-        """Record a step, if that is due.
+        """Record a step, if a record is due.
 
         Args:
-            step: that was just taken.
+            step: the one just taken.
             log_event: `RunLog.event`, which takes the event's name, the step, and its numbers by name.
         """
         # A window of less than half of `eval.every` is too short to call a slot dead.
@@ -130,7 +130,7 @@ class Drift:
             memory.begin()
 
     def keep(self, step: int) -> None:
-        """Keep, beside a checkpoint between two records, what a resume from it needs."""
+        """Write what a resume from a checkpoint between two records needs."""
         if not self.memories or step == self.since:
             return
         for memory in self.memories:
@@ -139,14 +139,14 @@ class Drift:
         self._write(drift_state_file(self.folder, step), step, before)
 
     def forget(self, steps: list[int]) -> None:
-        """Delete what was kept beside checkpoints that are not among those of `steps`."""
+        """Delete what was kept for all checkpoints but those of `steps`."""
         kept = {drift_state_file(self.folder, step) for step in steps}
         for file in self.folder.glob(drift_state_file(self.folder, "*").name):
             if file not in kept:
                 remove_file(file)
 
     def _write(self, path: Path, step: int, more: list[dict[str, Tensor]]) -> None:
-        """Write what each memory has noted, and `more` of each."""
+        """Write what each memory has noted, and its arrays in `more`."""
         arrays = {
             f"{number}-{name}": tensor.cpu().numpy()
             for number, (memory, own) in enumerate(zip(self.memories, more, strict=True))
@@ -158,7 +158,7 @@ class Drift:
                 write_arrays(path, signed_arrays({"steps": np.array([self.began, self.since, step]), **arrays}))
 
     def _resume(self, step: int) -> None:
-        """Take up the state that an earlier process left at this step, if it is whole."""
+        """Restore the state that an earlier process left at this step, if its file is intact."""
         files = (drift_state_file(self.folder, step), drift_file(self.folder, step))
         file = next((file for file in files if file.exists()), None)
         if file is None:
@@ -170,7 +170,7 @@ class Drift:
             if not 0 <= began <= since <= at == step:
                 raise ValueError("another step's")
         except (UserError, KeyError, ValueError, TypeError, OverflowError):
-            self.warnings.append(f"{file} is damaged, or of another memory: drift is recorded anew from here")
+            self.warnings.append(f"{file} is damaged, or of another memory: drift recording starts over here")
             return
         self.began, self.since = began, since
         for memory, (read_K, last_K, before_SD) in zip(self.memories, noted, strict=True):
@@ -182,7 +182,9 @@ class Drift:
 
 
 class _MemoryDrift(ReadSlots):
-    """What is noted of one memory: slots read since the last record, and the step of the last record that read each."""
+    """What is noted of one memory: the slots read since the last record, and the step of the last record that found
+    each slot read.
+    """
 
     def __init__(self, memory: SparseMemory, seed: int, ranks: World):
         super().__init__(memory, ranks)
@@ -199,8 +201,9 @@ class _MemoryDrift(ReadSlots):
     def record(self, since: int, step: int, first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The numbers of the event, and how far each sampled value has moved (2-norm, (S,)), with its norm before.
 
-        `read` counts slots read since the record before; `died`: read in the window before that, not in this one;
-        `woke`: read now, not in the window before. Both are 0 in the first record. `never` counts those never read.
+        `read` counts the slots read in this window, since the last record; `died` those read in the window before but
+        not in this one; `woke` the reverse. Both are 0 in the first record. `never` counts the slots never read.
+        `moved` is the median movement of the sampled slots that were read, relative to their norm before.
         """
         before_K = self.last_K == since
         woke = 0 if first else int((self.read_K & ~before_K).sum())
@@ -229,10 +232,10 @@ class _MemoryDrift(ReadSlots):
         self.before_SD = self._values()
 
     def noted(self, number: int, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, Any]:
-        """The read_K, last_K and before_SD (or None) that an earlier process wrote of this memory.
+        """The read_K, last_K and before_SD (or None) that an earlier process wrote for this memory.
 
         Raises:
-            ValueError, KeyError: they are of another memory.
+            ValueError, KeyError: the arrays are those of another memory.
         """
         read_K, last_K, sample_S = (arrays[f"{number}-{name}"] for name in NOTED)
         before_SD = arrays.get(f"{number}-before_SD")

@@ -1,4 +1,4 @@
-"""Runs at equal tokens, operations or seconds: validation losses where each has taken as much as the shortest took."""
+"""Runs at equal tokens, operations or seconds: validation losses where each had taken as much as the shortest."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -9,15 +9,16 @@ OVERS: tuple[Over, ...] = get_args(Over)
 
 
 class Equal(NamedTuple):
-    """Where runs are compared.
+    """The point at which runs are compared.
 
     Attributes:
-        over: what all of them have taken.
+        over: what all of them have taken equally much of.
         amount: how much: what the shortest run took up to its last validation.
-        shortest: that run.
-        facts: of each run: equal_OVER_step, when it had taken so much; equal_OVER_valid_loss (nats per
-            token) and equal_OVER_valid_token_ppl then; and equal_OVER_between: how many steps apart the validations are
-            between which these were interpolated, 0 where it is one. None where it has none so early.
+        shortest: the name of that run.
+        facts: by run: equal_OVER_step, the step at which it had taken that amount; equal_OVER_valid_loss (nats per
+            token) and equal_OVER_valid_token_ppl at that step; and equal_OVER_between, how many steps apart the two
+            validations are that these are interpolated from, 0 if one is at that step. None if no validation is that
+            early.
     """
 
     over: Over
@@ -26,22 +27,22 @@ class Equal(NamedTuple):
     facts: dict[str, dict[str, float | None]]
 
     def as_json(self) -> dict[str, Any]:
-        """Where, without the facts, which stand with their runs."""
+        """The amount and the shortest run, without the facts: these are shown with the runs."""
         return {"amount": self.amount, "shortest": self.shortest}
 
 
 def at_equal(
     over: Over, per_step: Mapping[str, float], runs: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> Equal | None:
-    """Read the validation curve of each run where it had taken as much as the shortest; None where no run has one.
+    """Read each run's validation curve where it had taken as much as the shortest run; None if no run has a curve.
 
-    The loss is interpolated along a line between the two validations around that place.
+    The loss is interpolated linearly between the two validations around that step.
 
     Args:
         per_step: what a step of each run takes.
         runs: the lines of metrics.jsonl of each.
     """
-    from pkmlm.runs.results import perplexity, validations  # need numpy, which options of a command do not
+    from pkmlm.runs.results import perplexity, validations  # need numpy, which the options of a command do without
 
     curves = {
         name: [(event["step"], event["loss"]) for event in validations(events) if event.get("loss") is not None]
@@ -56,7 +57,7 @@ def at_equal(
     for name, curve in curves.items():
         step = loss = between = None
         if name in ends:
-            step = round(amount / per_step[name], 6)  # of the shortest, and of its likes, a whole number
+            step = round(amount / per_step[name], 6)  # a whole number for the shortest run
             loss, between = loss_at(curve, step)
         facts[name] = {
             f"equal_{over}_step": step,
@@ -68,7 +69,7 @@ def at_equal(
 
 
 def loss_at(curve: Sequence[tuple[int, float]], step: float) -> tuple[float | None, int | None]:
-    """The loss at a step of a curve of (step, loss), and the distance of the two points that it lies between."""
+    """The loss at a step of a curve of (step, loss), and the distance in steps of the two points around it."""
     for at, loss in curve:
         if at == step:
             return loss, 0

@@ -1,4 +1,4 @@
-"""Which n-grams of a text fall into which row of an n-gram memory: its collisions.
+"""Collisions: which n-grams of a text fall into which row of an n-gram memory.
 
 N: tokens; G: largest order; U: distinct n-grams; P: rows of a table.
 """
@@ -16,12 +16,12 @@ from pkmlm.distributed import World
 from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past
 from pkmlm.model.transformer import Transformer
 
-LEAST_TO_COUNT = 1 << 20  # n-grams: a sort of fewer is not worth a call
+LEAST_TO_COUNT = 1 << 20  # n-grams: fewer are not worth a sort
 
 
 class NGrams:
-    """The n-grams that a model sees while `listening`, at the positions that `mask_N` leaves, as canonical ids. What is
-    held grows with the distinct ones, not with the text.
+    """The n-grams that a model sees while `listening`, at the positions that `mask_N` selects, as canonical ids. Its
+    size grows with the number of distinct n-grams, not with the text.
 
     Attributes:
         mask_N: bool, the positions of the next forward that count; None: all.
@@ -31,12 +31,12 @@ class NGrams:
         self.mask_N: Tensor | None = None
         self._order = 0  # the largest; 0: the model has no n-gram memory
         self._ids_UG, self._counts_U = torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-        self._seen: list[Tensor] = []  # and not counted yet
+        self._seen: list[Tensor] = []  # not counted yet
         self._shorter: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def listening(self, model: Transformer) -> Iterator[None]:
-        """Take what `model` sees; nothing, where it has no n-gram memory."""
+        """Collect what `model` sees while the `with` block runs; nothing, if it has no n-gram memory."""
         if model.ngram_ids is None:
             yield
             return
@@ -61,16 +61,16 @@ class NGrams:
         self._seen = []
 
     def gather(self, world: World) -> None:
-        """Add up the n-grams of all ranks; all ranks call this, when all has been seen."""
+        """Add up the n-grams of all ranks; all ranks call this after the last forward pass."""
         if self._order and world.size > 1:
             own = torch.cat([self._ids_UG, self._counts_U[:, None]], 1)
             every = world.all_gather(pad(own, (0, 0, 0, world.all_max(len(own)) - len(own))))
-            every = every[every[:, -1] > 0]  # without the padding, which nobody has seen
+            every = every[every[:, -1] > 0]  # without the padding, whose counts are 0
             self._ids_UG, self._counts_U = summed(every[:, :-1], every[:, -1])
 
     def distinct(self, order: int) -> tuple[Tensor, Tensor]:
-        """The distinct n-grams of an order, newest id first (U, G), zeros beyond it, and how often each was seen, once
-        all has been seen.
+        """The distinct n-grams of an order (U, G), newest id first and zeros beyond the order, and how often each was
+        seen (U,). To be called after the last forward pass.
         """
         if order not in self._shorter:
             ids_UG = self._ids_UG.clone()
@@ -88,8 +88,8 @@ def summed(ids_NG: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
 def ngrams_in_row(
     model: Transformer, tokenizer: Tokenizer, memory: NGramMemory, ngrams: NGrams, slot: int
 ) -> list[dict[str, Any]]:
-    """The n-grams that were seen and fall into a row, most seen first. Of each canonical id, the first token is shown;
-    of 0, before which nothing is seen, the end-of-document token.
+    """The n-grams seen that fall into a row, most frequent first. Each canonical id is shown as its first token; 0, the
+    beginning of a document, as the end-of-document token.
     """
     assert model.ngram_ids is not None
     canonical_V, table = model.ngram_ids.canonical_V.cpu(), slot // memory.rows
@@ -106,9 +106,9 @@ def ngrams_in_row(
 
 
 def collisions(memory: NGramMemory, ngrams: NGrams) -> list[dict[str, Any]]:
-    """Of each order: the distinct n-grams seen, the rows of a table, and which share of them is alone in its row, as a
-    mean over the order's tables; and in any of these: measured, and expected, (1 - 1 / P)^(U - 1) for one table, were
-    rows drawn at random.
+    """For each order: the distinct n-grams seen, the rows of a table, and the share of n-grams that are alone in their
+    row of a table (the mean over the order's tables), or of any of these tables. Each share is measured, and expected
+    for random rows: (1 - 1 / P)^(U - 1) for one table.
     """
     found = []
     for order in sorted(set(memory.orders_H)):

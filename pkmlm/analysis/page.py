@@ -1,4 +1,4 @@
-"""`usage-report --html`: one page that holds its data, its script and its style, and asks no network for anything.
+"""`usage-report --html`: one page that holds its data, its script and its style, and needs no network.
 
 S: slots of a memory.
 """
@@ -23,13 +23,13 @@ from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.analysis.usage_report import RunUsage
 from pkmlm.errors import printable
 
-CODES = 65534  # steps of a mass on the page's logarithmic scale
-LISTED = 200  # slots of a memory in its list, whose patterns are counted
+CODES = 65534  # steps of the page's logarithmic scale of masses
+LISTED = 200  # slots in a memory's list, whose patterns are counted
 CONTEXTS = 6  # shown of a slot
 
 
 def usage_page(reports: Sequence[RunUsage]) -> str:
-    """The page of some reports with details of their slots, as HTML."""
+    """The HTML page of reports that have details of their slots."""
     runs = [
         {
             "entry": report.entry | {"run": printable(report.entry["run"]), "split": printable(report.entry["split"])},
@@ -46,7 +46,7 @@ def usage_page(reports: Sequence[RunUsage]) -> str:
     def part(mark: re.Match[str]) -> str:
         return data if mark[1] == "data" else (folder / mark[1]).read_text(encoding="utf-8").strip()
 
-    # A mark such as /*charts.js*/ gives way to the content of that file.
+    # A mark such as /*charts.js*/ is replaced by the content of that file.
     return re.sub(r"/\*([\w.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
 
 
@@ -66,13 +66,13 @@ def memory_data(memory: MemoryUsage, slots: PageSlots) -> dict[str, Any]:
 
 
 def mass_data(masses_S: NDArray[np.float64]) -> dict[str, Any]:
-    """Masses on a logarithmic scale: code 0 is none, code c is exp(low + (c - 1) * step); good to step / 2."""
+    """Masses on a logarithmic scale: code 0 is none, code c is exp(low + (c - 1) * step); log exact to step / 2."""
     used = masses_S > 0
     logs = np.log(masses_S[used]) if used.any() else np.zeros(1)
     low, step = float(logs.min()), float(np.ptp(logs)) / CODES
     codes = np.zeros(masses_S.shape, dtype=np.uint16)
     codes[used] = 1 + np.round((logs - low) / step).astype(np.uint16) if step else 1
-    # Colours begin at the percentile at which those of `--plots` do.
+    # The colours begin at the same percentile as those of `--plots`.
     dark = int(np.percentile(codes[used], 0.5)) if used.any() else 1
     return {"codes": array_data(codes), "low": low, "step": step, "dark": dark, "total": float(masses_S.sum())}
 
@@ -96,7 +96,7 @@ def slot_data(slot: SlotDetails) -> dict[str, Any]:
 
 
 def training_data(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Usage, KL and dead slots at each validation, and the drift between records, by "layer name"."""
+    """By "layer name": usage and KL at each validation, and the drift records."""
     lines = training_lines(metrics)
     drift: dict[str, list[dict[str, Any]]] = {}
     for event in metrics:

@@ -1,8 +1,8 @@
 """Pictures of how memories are used and of how runs learn.
 
-Letters are of 7 and 8 points at any width, so that a picture as wide as a column of a paper can be read there. Colours
-are those of Okabe and Ito, which can be told apart with any kind of colour vision. Figures are built without pyplot, so
-that nothing global is kept.
+Letters have 7 or 8 points at any width, so that a picture as wide as a column of a paper is readable there. The colours
+are those of Okabe and Ito, which are distinct with any kind of colour vision. Figures are built without pyplot, which
+would keep global state.
 """
 
 import warnings
@@ -29,17 +29,17 @@ from pkmlm.runs.files import make_folder, writing
 from pkmlm.runs.results import validations
 
 Metrics = Sequence[Mapping[str, Any]]
-Curves = tuple[float, Metrics]  # what a step of a run takes of what is drawn along x; the lines of metrics.jsonl
+Curves = tuple[float, Metrics]  # how far a step of a run goes along x; the lines of its metrics.jsonl
 Line = tuple[NDArray[Any], NDArray[np.float64]]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":", "-.")
 GREY = "#8c8c8c"
 UNREAD = "#d9d9d9"
-MOST_LINES = 8  # of one picture; of more memories, those of some layers are drawn
+MOST_LINES = 8  # of one picture; if there are more memories, only some layers are drawn
 MOST_PIXELS = 512  # of a map's side
 MOST_POINTS = 1000  # of one line
-OVER_TOKENS = {  # the panels of `over_tokens`, and what stands along y
+OVER_TOKENS = {  # the panels of `over_tokens`, and the labels of their y axes
     "loss": "perplexity",
     "lead": "lead in perplexity (%)",
     "usage": "slots used (%)",
@@ -47,7 +47,7 @@ OVER_TOKENS = {  # the panels of `over_tokens`, and what stands along y
     "effective": "effective reads",
     "dead": "dead slots (%)",
 }
-TABLES = {  # by the kind of memory, what a row of its tables is called, and all of them in a title
+TABLES = {  # by the kind of memory: what a row of its tables is called, and what all rows are called in a title
     "hash": ("bucket", "Hash buckets"),
     "ngram": ("row", "Rows of n-gram tables"),
 }
@@ -58,7 +58,7 @@ AXES = {
     "seconds": "seconds, of steps timed side by side",
 }
 WIDTH = 6.0  # inches, of a picture that is not for a paper
-SMALL, LETTER = 7, 0.58  # points; the mean width of a letter, in its size
+SMALL, LETTER = 7, 0.58  # points; the mean width of a letter, relative to its size
 STYLE: dict[Any, Any] = {  # laid over the user's matplotlibrc, whose fonts are kept
     **{f"{what}size": 8 for what in ("font.", "axes.title", "axes.label", "figure.title")},
     **{f"{what}size": SMALL for what in ("xtick.label", "ytick.label", "legend.font", "legend.title_font")},
@@ -82,7 +82,7 @@ class Look:
 
     Args:
         formats: "png", "pdf" or "svg": a file in each.
-        width: of a picture in a paper, in inches: what its caption will say is left out. None: 6, with a title.
+        width: in inches, of a picture for a paper, whose caption replaces the title. None: 6, with a title.
     """
 
     formats: Sequence[str] = ("png",)
@@ -92,8 +92,8 @@ class Look:
         """An empty figure.
 
         Args:
-            title: shown where no caption will stand.
-            height: in widths.
+            title: shown if the look has no `width`.
+            height: as a multiple of the width.
         """
         width = self.width or WIDTH
         figure = Figure(figsize=(width, height * width), layout="constrained")
@@ -118,7 +118,7 @@ class Look:
         for format, path in zip(self.formats, files, strict=True):
             undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(format)
             with warnings.catch_warnings(), writing(path) as file:
-                warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # that the font lacks
+                warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # missing from the font
                 figure.savefig(file, format=format, metadata=undated)
         return files
 
@@ -176,17 +176,17 @@ def draw_curves(
 
     Args:
         folder: made if it is missing; files in it are replaced.
-        runs: of each name, one run, or several that differ in their seed.
-        over: what they are drawn over, of `AXES`.
+        runs: by name, one run, or several that differ in their seed.
+        over: the x axis, a key of `AXES`.
         look: of the files.
-        log: whether the axis of that is logarithmic.
+        log: whether the x axis is logarithmic.
     """
     name = "learning-curves" if over == "steps" else f"learning-curves-over-{over}"
     return look.save(folder, name, learning_curves(runs, over, look, log))
 
 
 def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:
-    """Nats above the real ones of each probe of a memory, with intervals; lines at dense twins."""
+    """A bar for each probe of a memory: its nats above the real ones, with intervals; lines at dense twins."""
     where = memory_label(memory["layer"], memory["name"])
     figure, axes = look.plot(f"In place of the memory's output: {label(record['run'])}, {where}")
     names, probes = list(memory["probes"]), list(memory["probes"].values())
@@ -214,7 +214,7 @@ def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look)
 
 
 def slot_mass(run: str, memories: Sequence[MemoryUsage], look: Look) -> Figure:
-    """Share of the mass of each slot, most used first, and the same for reads of random slots."""
+    """Each slot's share of the mass, most used first, and the same for reads of random slots."""
     indices, layers_drawn = spread([memory.layer for memory in memories])
     chosen = [memories[index] for index in indices]
     figure, axes = look.plot(f"Slot mass in sorted order: {label(run)}")
@@ -279,9 +279,8 @@ def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64],
 
 
 def table_reads(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -> Figure:
-    """How often each row is read: first and last table of each hash layer (MemoryFormer figure 4), or of an n-gram
-    memory. The scale is one of logarithms, and the same in all panels: what is read once shows, and so does what is
-    read most.
+    """How often each row is read, in the first and the last table of each hash layer (MemoryFormer figure 4) or n-gram
+    memory. All panels have the same logarithmic scale, so that both a row read once and the most read row are visible.
     """
     row_name, what = TABLES[memories[0].kind]
     figure = look.figure(f"{what}, layer {layer}: {label(run)}", height=0.1 + 0.28 * len(memories))
@@ -308,7 +307,7 @@ def table_reads(run: str, layer: int, memories: Sequence[MemoryUsage], look: Loo
 
 
 def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None:
-    """Usage and KL of every memory at each validation; None where there are not two."""
+    """Usage and KL of every memory at each validation; None if there are fewer than two validations."""
     lines = training_lines(metrics)
     if max(map(len, lines.values()), default=0) < 2:
         return None
@@ -334,8 +333,8 @@ def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None
 
 
 def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look, log: bool = False) -> Figure | None:
-    """Training loss, smoothed, and validation loss; None where none has been logged. Runs that differ in their seed
-    have one colour.
+    """Training loss, smoothed, and validation loss; None if no loss has been logged. Runs that differ in their seed
+    have the same colour.
     """
     figure, axes = look.plot("Loss of training (smoothed) and of validation", height=0.65)
     scaled, cut = [], []  # losses that set the scale, and those that may lie above it
@@ -345,7 +344,7 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
         for per_step, metrics in seeds:
             train = smoothed(points((event for event in metrics if event["event"] == "train"), per_step))
             valid = points(validations(metrics), per_step)
-            early = 0 if log else len(train) // 20  # steep, and on a linear axis a line straight up
+            early = 0 if log else len(train) // 20  # so steep that on a linear axis it goes straight up
             scaled += [valid[:, 1], train[early:, 1]]
             cut.append(train[:early, 1])
             drawn = [axes.plot(*train.T, **(style | {"linewidth": 0.6, "alpha": 0.7}))] if len(train) else []
@@ -378,14 +377,14 @@ def over_tokens(
     comparable: Collection[str],
     look: Look,
 ) -> Figure | None:
-    """Perplexity, the lead over a dense run, and how memories are used, at each validation; None where no run has two.
-    What has no data has no panel.
+    """Perplexity, the lead over a dense run, and how memories are used, at each validation; None if no run has two
+    validations. A panel without data is left out.
 
     Args:
-        runs: of each name one run, or several that differ in their seed, over tokens.
-        branches: the names that have curves, and of each those that branched off it: of these, the last point is drawn.
-        dense: that the others are compared with: curves with its curves, a branch with its branch of the same length.
-        comparable: the names whose losses can be compared with its.
+        runs: by name, one run, or several that differ in their seed, over tokens.
+        branches: the names that have curves, each with those that branched off it, of which the last point is drawn.
+        dense: the name that others are compared with: curves with its curves, a branch with its branch of that length.
+        comparable: the names whose losses can be compared with those of `dense`.
         look: of the figure.
     """
     lines = {name: [token_lines(*seed) for seed in seeds] for name, seeds in runs.items()}
@@ -442,8 +441,8 @@ def over_tokens(
 
 
 def token_lines(per_step: float, metrics: Metrics) -> dict[str, NDArray[np.float64]]:
-    """What is drawn of a run over tokens: the points (n, 2) of each panel of `OVER_TOKENS` but the lead. Of several
-    memories it is the mean, without their pool.
+    """The points (n, 2) of a run in each panel of `OVER_TOKENS` but the lead; for several memories the mean, without
+    their pool.
     """
     measured: dict[str, list[tuple[float, float]]] = {panel: [] for panel in ("usage", "kl", "effective", "dead")}
     validated = validations(metrics)
@@ -464,8 +463,8 @@ def token_lines(per_step: float, metrics: Metrics) -> dict[str, NDArray[np.float
 
 
 def lead(loss: NDArray[np.float64], dense: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """By how much the perplexity of a curve of losses (n, 2) is below that of some dense ones (%), where all have been
-    validated; between their validations, their losses lie on a line.
+    """By how much the perplexity of a curve of losses (n, 2) is below the mean of some dense ones (%), over the range
+    that all of these cover; their losses are interpolated linearly between validations.
     """
     dense = [curve for curve in dense if len(curve)]
     if not dense:
@@ -493,7 +492,7 @@ def uniform_mass(memory: MemoryUsage) -> Line:
 
 
 def training_lines(metrics: Metrics) -> dict[tuple[int, str], NDArray[np.float64]]:
-    """Of each memory, by layer and name: step, usage, KL, and those of random reading at each validation, (n, 5)."""
+    """By the layer and name of a memory: step, usage, KL, and both of random reading at each validation, (n, 5)."""
     lines: dict[tuple[int, str], list[tuple[float, ...]]] = {}
     for event in validations(metrics):
         for entry in event.get("usage") or ():
@@ -511,11 +510,11 @@ def points(events: Iterable[Mapping[str, Any]], per_step: float) -> NDArray[np.f
 
 
 def smoothed(curve: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A curve (n, 2) whose values are means over a twenty-fifth of its points around each, near the ends over fewer; of
-    no more than MOST_POINTS.
+    """A curve (n, 2), smoothed by a running mean over a twenty-fifth of its points, fewer near the ends, and thinned
+    out to MOST_POINTS.
     """
     n, at = len(curve), np.arange(len(curve))
-    before = np.minimum(at, n // 50)  # and as many after, so that no mean lags; at the end fewer
+    before = np.minimum(at, n // 50)  # and as many after, so that no mean lags; fewer near the ends
     after = np.minimum(before, n - 1 - at)
     sums = np.concatenate([[0.0], np.cumsum(curve[:, 1])])
     means = (sums[at + after + 1] - sums[at - before]) / (before + after + 1)
@@ -530,10 +529,10 @@ def short_numbers(axes: Axes) -> None:
 
 
 def legend(figure: Figure, title: str | None = None, more: Iterable[Artist] = ()) -> None:
-    """A legend of all plots below them, where it hides nothing; the figure grows by its lines.
+    """A legend of all plots, below them, where it hides nothing; the figure grows by the legend's height.
 
     Args:
-        more: artists with a label, that are in no plot.
+        more: artists with a label that are in no plot.
     """
     handles: list[Artist] = []
     for axes in figure.axes:
@@ -555,13 +554,13 @@ def line_style(number: int) -> dict[str, Any]:
 
 
 def marker(number: int) -> str:
-    """What tells lines of one colour apart where they are single points; a diamond is a branch's end."""
+    """The marker that distinguishes lines of one colour that are single points; diamonds are the ends of branches."""
     return "os^vP*"[number // len(COLOURS) % 6]
 
 
 def spread(layers: Sequence[int]) -> tuple[list[int], str | None]:
-    """Which memories to draw, given the layer of each: whole layers, evenly spaced, some MOST_LINES; and the legend's
-    title where these are not all.
+    """The indices of the memories to draw, about MOST_LINES, given the layer of each: all memories of evenly spaced
+    layers; and a title for the legend, if some layers are left out.
     """
     distinct = sorted(set(layers))
     most = max(1, min(len(distinct), MOST_LINES * len(distinct) // len(layers)))
@@ -571,19 +570,19 @@ def spread(layers: Sequence[int]) -> tuple[list[int], str | None]:
 
 
 def label(run: str) -> str:
-    """A run's name, shortened, that a leading underscore does not hide from a legend."""
+    """A run's name for a legend: shortened, and not hidden by a leading underscore."""
     text = plain(run if len(run) <= 40 else f"{run[:18]}...{run[-19:]}")
     return f" {text}" if text.startswith("_") else text
 
 
 def plain(text: str) -> str:
-    """Text as matplotlib should show it: as it is, without mathematics."""
+    """Text that matplotlib shows as it is, without mathematics."""
     return printable(text).replace("$", r"\$")
 
 
 def file_name(run: str) -> str:
-    """A run's name as part of a file's name: at most 200 bytes, which leaves 55 for the rest. One that must be changed
-    gets a mark of the whole: another's may be changed to the same.
+    """A run's name as part of a file's name: at most 200 bytes, which leaves 55 for the rest. A name that must be
+    changed gets a digest of the original: another one may be changed to the same.
     """
     name = "".join(c if c.isalnum() or c in "-_.@" else "-" for c in run).encode()[-190:].decode(errors="ignore")
     name = name.lstrip(".")

@@ -1,31 +1,31 @@
-"""What a memory is worth: the perplexity of a text with another answer in the place of the memory's own. No training.
+"""What a memory is worth: the perplexity of a text with another answer in place of the memory's own. No training.
 
-The answer of a memory is what its layer returns at a position (of a gated one, after the gate): of a memory with keys
-it is added to the residual stream, of a hash layer it is the output of the map that the layer replaces. A probe gives
-another answer at every position that the model reads; all else stays. The answers:
+The answer of a memory is what its layer returns at a position, after the gate if it has one. For a memory with keys, it
+is added to the residual stream; for a hash layer, it is the output of the map that the layer replaces. A probe gives
+another answer at every position that the model reads and changes nothing else. The answers:
 
 - zero: 0.
-- redrawn_values: the memory's own, with every row of its tables drawn again from the distribution of their start.
-- random_slots: the memory's own, from uniformly random slots (of its table, where each head has its own) with the
+- redrawn_values: the memory's own, with every row of its tables drawn again from their initial distribution.
+- random_slots: the memory's own, from uniformly random slots (of its own table, where each head has one) with the
   weights of those that it chose.
-- token_mean: the mean answer at the token's positions in the train split; of a token that is not there, the mean answer
-  at all positions.
-- bigram_mean: the mean answer at the positions of the train split with the same token and the same token before it; of
-  a pair that is there fewer than PAIR_LEAST times, and at a window's first position, where the model sees no token
+- token_mean: the mean answer at the token's positions in the train split; for a token that does not occur there, the
+  mean answer at all positions.
+- bigram_mean: the mean answer at the positions of the train split with the same token and the same token before it; for
+  a pair that occurs there fewer than PAIR_LEAST times, and at a window's first position, where the model sees no token
   before, as token_mean.
-- same_token: the memory's own answer at another position of the same token, drawn at random from the text; of a token
-  that stands there once only, as token_mean.
+- same_token: the memory's own answer at another position of the same token, drawn at random from the text; for a token
+  that occurs there only once, as token_mean.
 
 The means are taken over pieces of the train split as long as the model's context, with one document after the other, as
-in training: over all of them, or over evenly spaced ones where these would be more tokens than asked for. Nothing of
-the text that is scored goes into them, unless that is the train split. Draws are pure functions of the memory's place
-and of the text's order; each probe draws once, and no interval shows how other draws would differ.
+in training: over all of them, or over evenly spaced ones if all hold more tokens than asked for. The scored text does
+not contribute to them, unless it is the train split. Draws depend only on the memory's place in the model and the order
+of the text; each probe draws once, and no interval shows how much other draws would differ.
 
 Windows, and what is scored in them, are those of `pkmlm eval`. A probe is given in nats per token above the real
-perplexity, with the interval that a bootstrap over documents gives: the 2.5th and the 97.5th percentile of the same
-number over DRAWS resamples of the text's documents (of pieces of PIECE tokens of them, where they are fewer than
-LEAST_DOCUMENTS). Its share is what it keeps of the memory's gain over zero, in nats: 1 at the real perplexity, 0 at
-that with zeros, negative if it is worse; there is none where the interval of the gain reaches down to 0.
+perplexity, with a bootstrap interval over documents: the 2.5th and the 97.5th percentile of the same number over DRAWS
+resamples of the text's documents (of pieces of PIECE tokens, if there are fewer than LEAST_DOCUMENTS documents). Its
+share is the part of the memory's gain over zero, in nats, that it keeps: 1 at the real perplexity, 0 at that of zero,
+negative if it is worse; None if the interval of the gain reaches down to 0.
 
 N: positions of the text; B: windows of a batch; T: positions of a window; W: width of an answer; R: means; U: documents
 or pieces; P: pieces of the train split; H: heads, or tables; k: slots a head reads; V: vocabulary.
@@ -55,7 +55,7 @@ from pkmlm.model.transformer import Transformer
 from pkmlm.runs.results import perplexity
 from pkmlm.seeds import derived_seed, generator
 
-PAIR_LEAST = 4  # positions of a pair of tokens that make a mean of its own
+PAIR_LEAST = 4  # positions that a pair of tokens needs for a mean of its own
 LEAST_DOCUMENTS, PIECE = 10, 1000  # with fewer documents, intervals are over pieces of so many tokens
 DRAWS, LEVEL = 1000, 0.95  # of an interval
 MOST_KEPT = 1 << 28  # numbers of the answers that are kept for `same_token`: 1 GB in fp32
@@ -65,13 +65,13 @@ PROBES = ("zero", "redrawn_values", "random_slots", "token_mean", "bigram_mean",
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Entry = dict[str, Any]
-Advance = Callable[[int], None]  # is called with the tokens that were read since the last call
+Advance = Callable[[int], None]  # called with the number of tokens read since the last call
 Answer = Callable[[SparseMemory, Tensor], Tensor | None]
 
 
 @contextmanager
 def answers_from(group: Sequence[SparseMemory], answer: Answer) -> Iterator[None]:
-    """Let a function answer in the place of some memories while the `with` block runs.
+    """Let a function answer in place of some memories while the `with` block runs.
 
     Args:
         group: the memories.
@@ -87,16 +87,16 @@ def answers_from(group: Sequence[SparseMemory], answer: Answer) -> Iterator[None
 class Text:
     """A text, as positions counted over all its documents.
 
-    Position p reads the token before the one that it predicts: at a document's beginning the end-of-document token.
+    A position reads the token before the one that it predicts: at a document's beginning, the end-of-document token.
 
     Args:
         documents: read once.
         prefix: the end-of-document token.
 
     Attributes:
-        ids: of the documents that hold any.
+        ids: token ids of each document that has any.
         tokens_N: the token that each position reads.
-        first_N: whether it is the first of its document.
+        first_N: whether each position is the first of its document.
     """
 
     def __init__(self, documents: Documents, prefix: int):
@@ -115,14 +115,14 @@ class Text:
         return np.cumsum([0, *map(len, self.ids[:-1])])
 
     def units(self) -> tuple[str, Ints]:
-        """What intervals are over, and where each of them begins: documents, or pieces of these."""
+        """What intervals are over, documents or pieces of them, and where each of these begins."""
         if len(self.ids) >= LEAST_DOCUMENTS:
             return "documents", self.starts
         pieces = [start + np.arange(0, len(ids), PIECE) for start, ids in zip(self.starts, self.ids, strict=True)]
         return f"pieces of {PIECE:,} tokens", np.concatenate(pieces)
 
     def pairs_N(self, vocabulary: int) -> Ints:
-        """A number for each position's token and the one before it in its document; -1: there is none before."""
+        """A number for the pair of each position's token and the one before it in its document; -1: there is none."""
         return np.where(self.first_N, -1, np.roll(self.tokens_N, 1) * vocabulary + self.tokens_N)
 
 
@@ -134,8 +134,8 @@ class Reader:
         text: what it reads.
 
     Attributes:
-        at_BT: int64, the positions of the current forward; that of padding is some position.
-        scored_BT: whether they are scored: each position is, once; others are context only.
+        at_BT: int64, the positions of the current forward; arbitrary ones for padding.
+        scored_BT: whether they are scored here: each position is scored once, and otherwise only context.
     """
 
     def __init__(self, model: Transformer, text: Text):
@@ -171,14 +171,14 @@ class Reader:
 
 
 class Means:
-    """The mean answers of memories to tokens and pairs of tokens in the train split, of those that a text holds.
+    """The mean answers of memories in the train split to the tokens and pairs of tokens that a text holds.
 
     Args:
         model: whose memories answer.
         group: the memories.
         corpus: the train split.
         text: its tokens and pairs are those that get a mean.
-        most: tokens of the split that are read.
+        most: tokens of the split to read, at most.
         advance: see `Advance`.
 
     Attributes:
@@ -200,14 +200,14 @@ class Means:
         vocabulary, self.device = model.embedding.num_embeddings, next(model.parameters()).device
         ids_PT = evenly_spaced(corpus, model.context, most)
         self.tokens = ids_PT.size
-        # A token or a pair of the text is a key; the means of its keys stand in the keys' order, tokens first.
+        # Tokens and pairs of the text are keys; the means are in the order of the keys, tokens first.
         pairs_PT = np.full(ids_PT.shape, -1)
         pairs_PT[:, 1:] = ids_PT[:, :-1] * vocabulary + ids_PT[:, 1:]
         tokens, pairs_N = np.intersect1d(text.tokens_N, ids_PT), text.pairs_N(vocabulary)
         found, counts = np.unique(pairs_PT[pairs_PT >= 0], return_counts=True)
         pairs = np.intersect1d(found[counts >= PAIR_LEAST], pairs_N)
         last = len(tokens) + len(pairs)
-        # Which means a position counts for (-1: none) beside the last one: its token's, and its pair's; (P, T) each.
+        # Which means a position of the split counts for besides the last one: its token's and its pair's, (P, T) each.
         of_pairs = places(pairs, pairs_PT)
         rows = [places(tokens, ids_PT), np.where(of_pairs < 0, -1, of_pairs + len(tokens))]
         token_N, pair_N = places(tokens, text.tokens_N), places(pairs, pairs_N)
@@ -247,13 +247,13 @@ class Means:
 
 
 def evenly_spaced(corpus: Corpus, length: int, most: int) -> Ints:
-    """Pieces of what a model reads of a split in training, evenly spaced: (P, length), the first of them at the
-    beginning. They hold at most so many tokens together, or are one piece.
+    """Evenly spaced pieces of what a model reads of a split in training: (P, length), the first of them at the
+    beginning. There is at least one piece; several hold at most `most` tokens together.
     """
     length = min(length, corpus.tokens)
     pieces = corpus.tokens // length
     chosen = np.linspace(0, pieces - 1, min(pieces, max(1, most // length))).round().astype(int) * length
-    ids_PT = np.full((len(chosen), length), corpus.eos)  # which stands before the first document, too
+    ids_PT = np.full((len(chosen), length), corpus.eos)  # which also precedes the first document
     for row, start in enumerate(chosen.tolist()):
         ids = corpus.read(max(0, start - 1), start + length - 1)
         ids_PT[row, length - len(ids) :] = ids
@@ -261,7 +261,7 @@ def evenly_spaced(corpus: Corpus, length: int, most: int) -> Ints:
 
 
 def places(keys: Ints, wanted: Ints) -> Ints:
-    """Where each number that is wanted stands among sorted keys; -1: it is none of them. Of the shape of `wanted`."""
+    """The index of each wanted number among sorted keys, in the shape of `wanted`; -1: it is not among them."""
     if not len(keys):
         return np.full(wanted.shape, -1)
     at = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
@@ -269,11 +269,11 @@ def places(keys: Ints, wanted: Ints) -> Ints:
 
 
 def partners(tokens_N: Ints, most: int) -> Ints:
-    """For each position a random other one with the same token (N,); -1: there is none.
+    """For each position, a random other one with the same token (N,); -1: there is none.
 
     Args:
         tokens_N: the token of each position.
-        most: how many positions can be a partner; these are drawn at random, too.
+        most: how many positions can be partners; these are drawn at random, too.
     """
     random = np.random.default_rng(SEED)
     kept = random.permutation(len(tokens_N))[:most]
@@ -288,7 +288,7 @@ def partners(tokens_N: Ints, most: int) -> Ints:
 
 
 class Probes:
-    """The probes of a model's memories on a text: each method of PROBES answers in a group's place in a `with` block.
+    """The probes of a model's memories on a text: each method in PROBES answers for a group in a `with` block.
 
     Args:
         reader: of the model and the text.
@@ -401,7 +401,7 @@ class Group(NamedTuple):
     """Memories that are probed together.
 
     Attributes:
-        layer: that of the only one; None for several.
+        layer: of a single memory; None for several.
         name: that of their taps, or "all".
         kind: of memory.
     """
@@ -413,8 +413,8 @@ class Group(NamedTuple):
 
 
 def groups_of(found: Sequence[SparseMemory]) -> list[Group]:
-    """Each memory by itself, and all of them if they are several. Hash layers stand in every block: those of one name
-    ("qkv", "ffn1", "ffn2") are a group.
+    """Each memory by itself, and all of them if there are several groups. Hash layers are in every block: those of one
+    name ("qkv", "ffn1", "ffn2") are a group.
     """
     groups: dict[tuple[int | None, str, str], list[SparseMemory]] = {}
     for memory in found:
@@ -455,7 +455,7 @@ def probe_run(
         run: with memories.
         twins: models with the same tokenizer, to be scored on the same text.
         choice: of the text.
-        fit_tokens: of the train split, at most, over which means are taken.
+        fit_tokens: how many tokens of the train split means are taken over, at most.
         quiet: show no progress.
 
     Returns:
@@ -467,21 +467,21 @@ def probe_run(
         - dense, a list: {run, step, nats, low, high, token_ppl} of each twin, its nats above the real ones;
         - memories, a list: {layer, name, kind, probes: {NAME: {nats, low, high, token_ppl, share}}} of each memory, of
           each family of hash layers and, where these are several, of "all"; nats are those above the real ones; layer
-          is null for several, share where the memory is worth nothing.
+          is null for several, share is null where the memory is worth nothing.
 
         low and high are null for a text of one unit, token_ppl (the perplexity) where it is more than a float holds.
 
     Raises:
-        UserError: the model has no memory; the text or the train split cannot be had; a twin has another
-            tokenizer or a memory; scores are not finite (exit code 1).
+        UserError: the model has no memory; the text or the train split cannot be read; a twin has another tokenizer or
+            a memory; (exit code 1) scores are not finite, or memory does not hold the means.
     """
     found = memories(run.model)
     if not found:
         raise UserError(f"{run.path}: the model has no memory to probe", "give a run with a memory or hash tables")
     for twin in twins:
         if twin.tokenizer.sha256 != run.tokenizer.sha256:
-            message = f"--dense {twin.path}: its tokenizer is another than that of {run.path}"
-            raise UserError(message, "nats per token are compared over the same tokens")
+            message = f"--dense {twin.path}: its tokenizer is not that of {run.path}"
+            raise UserError(message, "give a run with the same tokenizer: nats are compared per token")
         if memories(twin.model):
             raise UserError(f"--dense {twin.path}: it has a memory (expected a model without one)")
     corpus, warnings = train_split(run, choice)
@@ -489,7 +489,7 @@ def probe_run(
     for twin in twins:
         if run.data.get("train") != twin.data.get("train", run.data.get("train")) and run.data:
             warnings.append(f"{twin.name} was trained on other tokens than {run.name}")
-        if twin.tokens != run.tokens and twin.tokens and run.tokens:  # 0: attached to a model, of which it is not known
+        if twin.tokens != run.tokens and twin.tokens and run.tokens:  # 0: not known, for example of an attached memory
             warnings.append(f"{twin.name} has trained on {twin.tokens:,} tokens, {run.name} on {run.tokens:,}")
         if twin.model.context != run.model.context:
             contexts = f"{twin.name} reads {twin.model.context:,} tokens at once, {run.name} {run.model.context:,}"
@@ -546,7 +546,7 @@ def probe_run(
 
 
 def with_shares(probes: dict[str, Entry]) -> dict[str, Entry]:
-    """Probes with the share of the memory's gain that each keeps; None where the gain is not above 0."""
+    """Probes with the share of the memory's gain that each keeps; None unless the gain's interval is above 0."""
     zero = probes["zero"]
     least = zero["nats"] if zero["low"] is None else zero["low"]
     return {
@@ -558,12 +558,12 @@ def train_split(run: LoadedRun, choice: TextChoice) -> tuple[Corpus, list[str]]:
     """The tokens over which means are taken, and warnings.
 
     Raises:
-        UserError: they cannot be had.
+        UserError: they cannot be read.
     """
     try:
         corpus = open_split(choice.tokens_folder(run.path, run.recipe), "train", run.tokenizer)
     except UserError as error:
-        hint = "name the folder of the run's tokens with --data DIR"
+        hint = "give the folder of the run's tokens with --data DIR"
         raise UserError(f"means are taken over the train split: {error.message}", hint, error.exit_code) from None
     if corpus.sha256 != run.data.get("train", corpus.sha256):
         return corpus, [f"means are taken over other tokens than those that {run.name} was trained on"]

@@ -1,4 +1,4 @@
-"""Where a text reads the slots of a memory: each slot's strongest positions, the text around them, what these share.
+"""Where the slots of a memory are read in a text: the strongest positions, the text around them, what they share.
 
 N: tokens; H: heads, or tables; k: slots a head reads; r: H * k; R: reads of a batch; K: slots of the memory; U: slots
 that a batch reads; c: contexts kept of each slot.
@@ -18,12 +18,12 @@ from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.model.memory.base import UsageTap
 
-JUDGED, LEAST = 10, 3  # contexts in which a pattern is looked for, and how many must share it at least
+JUDGED, LEAST = 10, 3  # contexts in which a pattern is looked for, and the fewest that must share it
 BEFORE, AFTER = 14, 6  # tokens shown around the one that reads
 
 
 class TopPositions(NamedTuple):
-    """The positions that give each slot of a memory most weight, strongest first; of equal ones the earlier first.
+    """The positions that give each slot of a memory the most weight, strongest first; equal ones in the text's order.
 
     Attributes:
         weights_Kc: float32, the weight of the slot's value in the memory's answer there (summed over heads);
@@ -36,14 +36,14 @@ class TopPositions(NamedTuple):
 
 
 class TopContexts:
-    """Keeps the strongest positions of every slot of a memory, whose reads `add` hears (see `ReadListener`).
+    """Keeps the strongest positions of every slot of a memory, whose reads `add` receives (see `ReadListener`).
 
     Takes 12 bytes for each slot and context kept, however long the text.
 
     Args:
         tap: of the memory.
         device: where the positions are kept.
-        contexts: kept of each slot.
+        contexts: how many to keep of each slot.
     """
 
     def __init__(self, tap: UsageTap, device: torch.device, contexts: int = JUDGED):
@@ -52,7 +52,7 @@ class TopContexts:
         self.positions_Kc = torch.full((tap.slots, contexts), -1, dtype=torch.int64, device=device)
 
     def positions(self) -> TopPositions:
-        """What has been found."""
+        """The positions found so far."""
         return TopPositions(self.weights_Kc.cpu().numpy(), self.positions_Kc.cpu().numpy())
 
     @torch.no_grad()
@@ -174,8 +174,8 @@ class Pattern(NamedTuple):
 
 
 def find_pattern(contexts: Sequence[Context]) -> Pattern | None:
-    """What most of the JUDGED strongest contexts share (of equals the first of token, next, previous, place); None if
-    too few of them share anything.
+    """What most of the JUDGED strongest contexts share (if several kinds tie, the first of token, next, previous,
+    place); None if too few of them share anything.
     """
     contexts = contexts[:JUDGED]
     best = None

@@ -46,7 +46,7 @@ MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each
 
 
 def find_memory(model: nn.Module, layer: str | None) -> SparseMemory:
-    """The memory that "3" (the last one of layer 3), "3:ffn1" or None (the model's last one) names.
+    """The memory for "3" (the last one of layer 3), "3:ffn1" or None (the model's last one).
 
     Raises:
         UserError: there is none.
@@ -61,9 +61,7 @@ def find_memory(model: nn.Module, layer: str | None) -> SparseMemory:
 
 
 def slot_address(slot: int, tap: UsageTap) -> dict[str, Any]:
-    """Where a slot lies: its sub-keys (from 0), or its table (from 1) and bucket (from 0); empty if it has a number
-    only.
-    """
+    """A slot's sub-keys (from 0), or its table (from 1) and bucket (from 0); empty if it has only a number."""
     columns = _columns(tap)
     if columns is None:
         return {}
@@ -98,7 +96,7 @@ def slot_number(name: str, tap: UsageTap) -> int:
 
 
 def _columns(tap: UsageTap) -> int | None:
-    """Sub-keys of a half, or buckets of a table; None where slots have a number only."""
+    """Sub-keys of a half, or buckets of a table; None where slots have only a number."""
     if tap.kind in PAIRED_KINDS:
         return math.isqrt(tap.slots)
     return None if tap.shared else tap.slots // tap.heads
@@ -115,15 +113,15 @@ class LogitLens:
     """What the values of a memory say through the model's output head.
 
     A value v adds w * v to the residual stream, which the final norm and the head then read. The lens gives the head's
-    answer to v alone, brought to length sqrt(D): normalised, without what the norm adds to any v (its bias), and
-    relative to the mean token. It leaves out the size of the rest of the stream, and what later blocks make of v: the
-    earlier the layer, the rougher the approximation (the "logit lens"). Where a map stands between the values and the
-    stream, v goes through it; a gate, whose answer depends on the token that reads, is left out as well.
+    output for v alone: v is scaled to length sqrt(D) and normalised, without what the norm adds to any v (its bias),
+    and logits are relative to the mean token. This leaves out the size of the rest of the stream, and what later blocks
+    make of v: the earlier the layer, the rougher the approximation (the "logit lens"). If there is a map between the
+    values and the stream, v goes through it; a gate, which depends on the token that reads, is left out as well.
 
     Args:
-        model: whose head speaks.
+        model: whose head is used.
         memory: of that model.
-        size: of the vocabulary: outputs of the head beyond it are no tokens.
+        size: of the vocabulary: outputs of the head beyond it are not tokens.
         piece: gives the text of a token.
 
     Attributes:
@@ -165,8 +163,8 @@ class LogitLens:
 
 
 class SlotIndex(NamedTuple):
-    """What a pass over a text finds of a memory's slots: how often each is read, and where with most weight; and the
-    n-grams that the model saw.
+    """What a pass over a text finds out about a memory's slots: how often each is read, and where with the most weight;
+    and the n-grams that the model saw.
     """
 
     memory: SparseMemory
@@ -188,11 +186,11 @@ def index_slots(
         run: whose model reads.
         documents: the text, for one pass.
         advance: see `score`.
-        contexts: kept of each slot.
-        memory: the only one that is indexed; None: all.
+        contexts: how many to keep of each slot.
+        memory: the only one to index; None: all.
 
     Returns:
-        One entry a memory, in the model's order.
+        One entry per memory, in the model's order.
 
     Raises:
         UserError: see `measure_usage`.
@@ -221,7 +219,7 @@ class SlotDetails(NamedTuple):
         raises: the tokens that its value raises most; None where the lens does not apply.
         lowers: those that it lowers most.
         pattern: what its contexts share.
-        contexts: that give it most weight, strongest first.
+        contexts: those that give it the most weight, strongest first.
     """
 
     slot: int
@@ -311,14 +309,14 @@ def slot_details(
 
 
 def most_read(usage: MemoryUsage, most: int) -> list[int]:
-    """The slots that hold most mass, in falling order, without those that hold none; of equal ones the first."""
+    """The slots with the most mass, in falling order, equal ones by number; those without mass are left out."""
     order = np.argsort(-usage.masses_S, kind="stable")[:most]
     return [int(slot) for slot in order if usage.masses_S[slot] > 0]
 
 
 def count_patterns(slots: Sequence[SlotDetails]) -> dict[str, Any]:
-    """How many of some slots have a pattern, of which kind, and how many have one (mean of SHUFFLES) with their
-    contexts shuffled among them.
+    """How many of some slots have a pattern, and of which kind; and how many have one when their contexts are shuffled
+    among them (mean of SHUFFLES).
     """
     found = Counter(slot.pattern.kind for slot in slots if slot.pattern is not None)
     pool = [context for slot in slots for context in slot.contexts]
@@ -337,7 +335,7 @@ class PageSlots(NamedTuple):
         slots: the most read ones, with words and contexts.
         first_K: int64, which of `tokens` each slot's value raises most; -1: it is not read; None: the lens does not
             apply.
-        tokens: that some value raises most.
+        tokens: those that some value raises most.
     """
 
     slots: list[SlotDetails]
@@ -347,7 +345,7 @@ class PageSlots(NamedTuple):
 
 def page_slots(run: LoadedRun, indexes: Sequence[SlotIndex], documents: Documents) -> list[PageSlots]:
     """What a page shows of every memory's slots: details of the MOST_HELD most read ones (divided among the memories),
-    and the first word of each that is read.
+    and the top word of each slot that is read.
 
     Args:
         run: that was indexed.
@@ -378,8 +376,8 @@ def report_slots(
         memory: of that model.
         choice: of the text.
         slot: the one slot, see `slot_number`; None: those with most mass.
-        top: how many slots; of one slot, how many contexts.
-        quiet: no progress.
+        top: how many slots, or for one slot how many contexts.
+        quiet: show no progress.
 
     Returns:
         What `pkmlm slots --json` prints, and warnings about the text.
@@ -391,11 +389,11 @@ def report_slots(
     if slot is not None:
         number, kept, most = slot_number(slot, tap), max(top, JUDGED), MOST_KEPT // tap.slots
         if top > most:
-            message = f"--top: found {top} (expected at most {most}: so many are kept of each of {tap.slots:,} slots)"
+            message = f"--top: found {top} (expected at most {most} contexts, kept for each of {tap.slots:,} slots)"
             raise UserError(message)
     elif top > MOST_DESCRIBED:
         message = f"--top: found {top} (expected at most {MOST_DESCRIBED} slots)"
-        raise UserError(message, "`pkmlm usage-report --export FILE` writes reads and mass of every slot")
+        raise UserError(message, "`pkmlm usage-report --export FILE` writes the reads and mass of every slot")
     documents = chosen_documents(choice, run)
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
         (index,) = index_slots(run, documents, advance, kept, memory)
@@ -420,8 +418,8 @@ def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -
     Args:
         run: whose model reads.
         memory: of that model.
-        prompt: any text; it is read in windows of the model's context, each without the one before.
-        top: how many slots of a token.
+        prompt: any text; it is read in windows of the model's context, which do not see the text before them.
+        top: how many slots of each token.
     """
     tap = memory.tap
     reads: list[tuple[str, list[tuple[int, float]]]] = []
@@ -451,8 +449,8 @@ def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -
 
 
 def _head(run: LoadedRun, memory: SparseMemory) -> dict[str, Any]:
-    """What every report of slots begins with. "gated": whether a gate, which no slot's words know of, may hide them;
-    "weighted": whether reads have weights, by which some are the strongest.
+    """What every report of slots begins with. "gated": whether a gate, which the words of slots leave out, may hide
+    what they say; "weighted": whether reads have weights, so that some are stronger than others.
     """
     tap = memory.tap
     where = {"layer": tap.layer, "name": tap.name, "kind": tap.kind}

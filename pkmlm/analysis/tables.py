@@ -26,19 +26,19 @@ COUNT, GINI, ACCURACY = "{:,}", "{:.3f}", "{:.4f}"  # formats of numbers
 
 
 def numbers(format: str, *names: str) -> list[Column]:
-    """Columns of numbers that are shown alike."""
+    """Columns of numbers in one format."""
     return [number(name, format) for name in names]
 
 
 def usage_tables(entries: Sequence[Entry]) -> list[Table]:
-    """What people read: the texts, the memories, how evenly their slots are used, and each head or table."""
+    """The tables of a report: the texts, the memories, how evenly their slots are used, and each head or table."""
     several = len(entries) > 1
     rows: dict[str, list[list[Any]]] = defaultdict(list)
     for entry in entries:
         for each in entry.get("ngrams") or ():
             rows["ngrams"].append([entry["run"]] * several + [str(each["layer"])] + [each[key] for key in ALONE])
         tokens = entry["memories"][0]["tokens"] if entry["memories"] else None
-        memories = sum("layers" not in memory for memory in entry["memories"])  # the table of several is none
+        memories = sum("layers" not in memory for memory in entry["memories"])  # a pool is not counted
         rows["texts"].append([entry["run"], entry["step"], entry["split"], tokens, memories])
         for memory in entry["memories"]:
             start = [entry["run"]] * several + [_where(memory)]
@@ -53,7 +53,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
             by = {"mass": "mass", "uniform_mass": "random", "count": "count", "uniform": "random"}
             for group, weighing in by.items():
                 if memory["mass"] == memory["count"] and "mass" in group:
-                    continue  # every read weighs the same, as those of n-gram tables
+                    continue  # every read weighs the same, as in n-gram tables
                 rows["evenness"].append([*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])])
             if len(memory[parts]) > 1 and memory["mass"]["usage"]:
                 row = list(start)
@@ -86,7 +86,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
 
 
 def usage_rows(entries: Sequence[Entry]) -> Table:
-    """One row a memory with every number but the heads', for CSV."""
+    """One row per memory with every number but those of its heads, for CSV."""
     facts = ("layer", "name", "kind", "slots", "tokens", "reads")
     more = ("effective", "top_weight", "head_overlap", "head_overlap_uniform", "layer_overlap")
     floor = ("usage", "kl")
@@ -104,7 +104,7 @@ def usage_rows(entries: Sequence[Entry]) -> Table:
 
 
 def table_label(path: str) -> str:
-    """What people call a table, by its path in the model: "3 memory" for "blocks.2.parts.memory.values"."""
+    """The name of a table in reports, from its path in the model: "3 memory" for "blocks.2.parts.memory.values"."""
     found = re.fullmatch(r"blocks\.(\d+)\.(?:parts\.)?(.+)", path)
     return f"{int(found[1]) + 1} {found[2].removesuffix('.values').replace('.', ' ')}" if found else path
 
@@ -122,10 +122,10 @@ def background_table(record: Entry) -> Table:
 def compare_tables(
     groups: Sequence[Group], equals: Sequence[Equal], sizes: Mapping[str, Mapping[str, Equivalent]]
 ) -> list[Table]:
-    """What people read, a row a group of runs; tables without a number in them are left out.
+    """The tables of a comparison, with one row per group of runs; tables without a single value are left out.
 
     Args:
-        equals: where runs are compared at equal amounts; the runs have its facts.
+        equals: the points at which runs are compared; their facts are among those of the runs.
         sizes: of `dense_equivalents`.
     """
     runs = [run for group in groups for run in group.runs]
@@ -164,9 +164,9 @@ def compare_tables(
         "test_bits_per_byte": number("bits per byte", NATS),
         "test_step": number("at step", "{:,.0f}"),
     }
-    if len({run["tokenizer"] for run in runs} - {None}) < 2:  # else perplexities of tokens say nothing
+    if len({run["tokenizer"] for run in runs} - {None}) < 2:  # else perplexities per token cannot be compared
         del quality["valid_bits_per_byte"]
-    apart = "~: of each training by itself, not timed side by side"
+    apart = "~: measured while each run trained, not timed side by side"
     tables = []
     for title, shown, *notes in (
         ("Parameters", parameters),
@@ -179,7 +179,7 @@ def compare_tables(
 
     names = list(dict.fromkeys(name for run in runs for name in run["tasks"]))
     step, shared = at_step("tasks_step"), shared_tasks(runs)
-    notes = [] if shared == names else [f"average: of the tasks that all runs have: {', '.join(shared) or 'none'}"]
+    notes = [] if shared == names else [f"average: over the tasks that all runs have: {', '.join(shared) or 'none'}"]
     columns = [*numbers("{:.3f}", *names, "average"), *step]
     rows = []
     for group in groups:
@@ -211,13 +211,13 @@ def compare_tables(
 
 
 def noted(title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], *notes: str) -> Table:
-    """A table whose note explains the spreads in it, if there are any."""
+    """A table with notes, the last of which explains the spreads in it, if there are any."""
     varies = any(isinstance(value, str) and "+-" in value for row in rows for value in row)
     return Table(title, columns, rows, "; ".join([*notes, *(["+-: half the range over seeds"] if varies else [])]))
 
 
 def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
-    """Validation where all runs had taken as much as the shortest, a row a group."""
+    """Validation where all runs had taken as much as the shortest, one row per group."""
     over = equal.over
     shown = {
         f"{over}_per_step": number(f"{over} per step", AMOUNTS[over]),
@@ -235,7 +235,7 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
 
 
 def equivalent_tables(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> list[Table]:
-    """The dense-equivalent sizes, a row a group and a loss; no table without any."""
+    """The dense-equivalent sizes, one row per group and loss; no table if there are none."""
     columns = [Column("Run"), Column("By"), number("Total"), *numbers("{}", "Size", "from", "to")]
     rows = [
         [group.name, by.replace("_", " "), group.runs[0]["total"], *size.texts()]
@@ -248,13 +248,13 @@ def equivalent_tables(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, 
 
 
 def _cells(group: Group, columns: Mapping[str, Column]) -> list[Any]:
-    """What the runs of a group have in columns, by the names of facts."""
+    """The cells of a group's row, for columns that are named by their facts."""
     return [_cell((run[key] for run in group.runs), column) for key, column in columns.items()]
 
 
 def _cell(values: Iterable[Any], column: Column) -> Any:
-    """What the runs of a group have in a column: the value, or the mean and the spread; and how many runs know it,
-    where not all do.
+    """The cell of a group's runs in a column: their value, or its mean and spread; and how many runs have it, if not
+    all do.
     """
     found = list(values)
     known = [value for value in found if value is not None]
@@ -275,9 +275,10 @@ def with_spread(values: Sequence[float], format: str) -> str | None:
 
 
 def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> Table:
-    """One row a group of runs, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories; of
-    several seeds the means. Numbers in which seeds differ have a column of spreads; those that not all seeds have, one
-    of how many do. Dense-equivalent sizes come last, as dense_equivalent_BY_KEY with the keys of `Equivalent.as_json`.
+    """One row per group of runs, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories; for
+    several seeds, the means. A number in which seeds differ also has a column of spreads, and one that not all seeds
+    have a column that says how many do. Dense-equivalent sizes come last, as dense_equivalent_BY_KEY with the keys of
+    `Equivalent.as_json`.
 
     Args:
         sizes: of `dense_equivalents`.
@@ -305,12 +306,12 @@ def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equiv
 
 
 def _where(memory: Entry) -> str:
-    """The layer and the name of a memory; a pool, and memories that are probed together, have their name alone."""
+    """The layer and the name of a memory; only the name of a pool, and of memories that are probed together."""
     return f"{memory['layer']} {memory['name']}" if memory["layer"] else str(memory["name"])
 
 
 def most_read_table(record: Entry) -> Table:
-    """The most read slots: how much, by whom, what they say, and what their contexts share."""
+    """The slots with most mass: how much and by which head they are read, what they say, what their contexts share."""
     said = [Column(name) for name in ("Head", "Raises", "Pattern")]
     columns = [Column("Slot"), number("Reads"), number("Mass", "{:.2%}"), *said]
     rows = []
@@ -380,7 +381,7 @@ def prompt_table(record: Entry) -> Table:
 
 
 def pattern_text(pattern: Entry | None) -> str | None:
-    """A pattern of contexts as people read it: next " the" 7/10."""
+    """A pattern of contexts as text, such as: next " the" 7/10."""
     if pattern is None:
         return None
     what = pattern["what"] if pattern["kind"] == "place" else quoted(pattern["what"])
@@ -433,7 +434,7 @@ def probe_table(record: Entry) -> Table:
 
 
 def probe_notes(record: Entry) -> str:
-    """What the intervals and means are over, and in a sentence what the memory is worth."""
+    """What the intervals and means are over, and in sentences what the memory is worth and how dense twins compare."""
     interval, memory = record["interval"], record["memories"][-1]
     notes = [f"real: {record['real']['nats']:.4f} nats per token", f"means over {record['fit_tokens']:,} train tokens"]
     if interval["units"] > 1:
@@ -443,7 +444,7 @@ def probe_notes(record: Entry) -> str:
     if zero["share"] is None:
         harms = zero["high"] is not None and zero["high"] < 0
         worth = "worse than nothing" if harms else "worth nothing"
-        notes += ["", f"{what} {worth} on this text: {zero['nats']:+.4f} nats per token without."]
+        notes += ["", f"{what} {worth} on this text: {zero['nats']:+.4f} nats per token without output."]
     else:
         notes += ["", f"{what} worth {zero['nats']:.3f} nats per token to this model."]
         kept = f"The mean output for the token keeps {token['share']:.1%} of that"
@@ -451,7 +452,7 @@ def probe_notes(record: Entry) -> str:
     for twin in record["dense"]:
         name = f"{printable(twin['run'])} at step {twin['step']}"
         if twin["low"] is not None and twin["low"] <= 0 <= twin["high"]:
-            notes.append(f"Whether the model is better or worse than {name} is not known: the interval holds 0.")
+            notes.append(f"Whether the model is better or worse than {name} is not known: the interval includes 0.")
         else:
             side = "better" if twin["nats"] > 0 else "worse"
             notes.append(f"The model is {abs(twin['nats']):.3f} nats {side} than {name}.")
@@ -459,7 +460,7 @@ def probe_notes(record: Entry) -> str:
 
 
 def task_report(record: dict[str, Any]) -> str:
-    """What people read of a record with "run", "step", "tasks" (see `evaluate.lm_eval.task_record`), "average_acc" and
+    """The report of a record with "run", "step", "tasks" (see `evaluate.lm_eval.task_record`), "average_acc" and
     "harness".
     """
     tasks, harness = record["tasks"], record["harness"]
@@ -489,7 +490,7 @@ def task_report(record: dict[str, Any]) -> str:
     if any(facts["truncated"] for facts in tasks.values()):
         notes.append(f"cut: share of requests that lost their beginning: the context is {harness['context']} tokens")
     if harness["limit"] is not None:
-        notes.append(f"only the first {harness['limit']} documents of each task: not to be compared with others")
+        notes.append(f"only the first {harness['limit']} documents of each task: not comparable with other results")
     shots = {name: facts["num_fewshot"] for name, facts in tasks.items() if facts["num_fewshot"]}
     notes += [f"{name}: {count} examples before each question" for name, count in shots.items()]
     parts = [table.render() for table in tables if table.rows]
@@ -497,7 +498,7 @@ def task_report(record: dict[str, Any]) -> str:
 
 
 def _cut(facts: dict[str, Any]) -> str:
-    """The share of a task's requests that were cut; neither all nor none where it is only near to that."""
+    """The share of a task's requests that were cut; "all" and "0" are exact."""
     cut, requests = facts["truncated"], facts["requests"]
     if cut in (0, requests):
         return "all" if cut else "0"

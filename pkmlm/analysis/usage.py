@@ -1,6 +1,6 @@
 """How evenly a memory is read: usage, KL, Gini and overlap from the counts of `UsageCounters` (PKM section 4.2).
 
-Needs no torch, so that a report that is kept is read and drawn without it.
+Needs no torch, so that kept reports can be read and drawn without it.
 
 H: memory heads (or tables, where each head has its own); L: layers that share a table; K: slots that one head can read;
 S: slots of the memory.
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 Measures = dict[str, float | int | None]
 SPREAD = ("effective", "top_weight")
 
-# Kinds whose slots are pairs of sub-keys: of n sub-keys a half, slot n * i + j has key i of the first, j of the second.
+# Kinds whose slots are pairs of sub-keys: with n per half, slot n * i + j has key i of the first and j of the second.
 PAIRED_KINDS = ("product-key", "peer")
-# Above so many reads a slot the sum over the binomial cancels to nothing; the series is then good to 1e-12.
+# Above this many reads per slot, cancellation makes the binomial sum useless; the series is then good to 1e-12.
 MANY_READS = 1e4
 
 
@@ -34,13 +34,13 @@ class MemoryUsage:
         kind: of memory, as its tap says: "product-key", "flat-key", "peer", "hash", "ngram".
         tokens: positions that were counted.
         counts_HK: int64, reads of each slot by each head; of a pool, by those of all layers, one after the other.
-        masses_HK: float64, the same reads, each weighing the size of its weight.
+        masses_HK: float64, the same reads, each counted as the absolute value of its weight.
         squares_H: float64, the sum of the squared weights of each head's reads.
         common_HH: int64, slots that two heads both read for one token, summed over tokens; None where each head has a
-            table of its own, as in hash layers, and of a pool.
-        spread_3: float64, three sums over heads and tokens, of a head's weights for a token that are not all 0: how
-            many reads of equal weight they are worth, the share of the largest, and 1; None: not known.
-        pool: the layers that share the table; empty: it is this memory's alone.
+            table of its own, as in hash layers, and for a pool.
+        spread_3: float64, three sums over the heads and tokens whose weights are not all 0: how many reads of equal
+            weight these are worth, the share of the largest, and 1; None: not known.
+        pool: the layers that share the table; empty: the table is this memory's alone.
         weighing_H: int64, reads of each head whose weight is not 0; None: not known, and taken to be all.
     """
 
@@ -58,7 +58,7 @@ class MemoryUsage:
 
     @property
     def label(self) -> str:
-        """What people call it: "layer 3 memory"."""
+        """Its name in reports: "layer 3 memory"."""
         return memory_label(self.layer, self.name)
 
     @property
@@ -102,22 +102,22 @@ class MemoryUsage:
 
     @cached_property
     def overlap_HH(self) -> NDArray[np.float64] | None:
-        """float64 (H, H): the mean share of its slots that a head has in common with another for one token; None where
-        there is one head, or each has its own table, or it was not counted.
+        """float64 (H, H): the mean share of its slots that a head has in common with another for one token; None if
+        there is one head, each has its own table, or overlap was not counted.
         """
-        if self.common_HH is None or self.heads == 1 or not self.common_HH.any():  # a head has its own in common
+        if self.common_HH is None or self.heads == 1 or not self.common_HH.any():  # a head shares all slots with itself
             return None
         return self.common_HH / (self.reads / self.heads)
 
     @property
     def topk(self) -> float:
-        """Slots that a head reads for one token: all of them differ."""
+        """Slots that a head reads for one token, all of them distinct."""
         return self.reads / self.heads / self.tokens if self.tokens else 0.0
 
     @property
     def spread(self) -> dict[str, float | None]:
-        """Of a head's weights for a token, on average: `effective`, exp of their entropy, the number of reads of equal
-        weight that has it; and `top_weight`, the share of the largest. None where all are 0, or not known.
+        """Averages over a head's weights for a token: `effective`, exp of their entropy, which is the number of equal
+        weights that have this entropy; and `top_weight`, the share of the largest. None if all are 0 or not known.
         """
         effective, top, number = (0, 0, 0) if self.spread_3 is None else self.spread_3.tolist()
         return {"effective": effective / number, "top_weight": top / number} if number else dict.fromkeys(SPREAD)
@@ -129,9 +129,9 @@ class MemoryUsage:
 
     @cached_property
     def layer_overlap_LL(self) -> NDArray[np.float64] | None:
-        """float64 (L, L), of a pool: the share of its mass that a layer has where another one has it, too: the sum over
-        slots of the smaller of both layers' shares; 1 if they read alike, 0 if they have no slot in common.
-        None where a layer has no mass, and of a memory of one layer.
+        """float64 (L, L), of a pool: the share of mass that two layers give to the same slots: the sum over slots of
+        the smaller of both layers' shares; 1 if the shares are equal, 0 if the layers have no slot in common.
+        None if a layer has no mass, and for a memory that is not a pool.
         """
         if not self.is_pool or not self.masses_LK.any(axis=1).all():
             return None
@@ -146,11 +146,11 @@ class MemoryUsage:
     def as_json(self) -> dict[str, Any]:
         """The memory's entry in `usage-report --format json`, all numbers unrounded.
 
-        `mass` and `heads` (or `tables`) weigh reads by the size of their weight, `count` counts them. `uniform` is what
-        as many uniformly random reads give by count (of one table, where each head has its own), `uniform_mass` what
-        they give by mass, and `uniform_head` the mean of that over single heads. `effective` and `top_weight`: see
-        `spread`. A pool has the `heads` of all its `layers`, and `layer_overlap` (see `layer_overlap_LL`), its mean
-        over pairs.
+        `mass` and `heads` (or `tables`) count reads by the size of their weight, `count` counts each as 1. `uniform` is
+        what as many uniformly random reads give by count (of one table, where each head has its own), `uniform_mass`
+        what they give by mass, and `uniform_head` the mean of that over single heads. `effective` and `top_weight`: see
+        `spread`. A pool has the `heads` of all its `layers`, and `layer_overlap`, the mean of `layer_overlap_LL` over
+        pairs.
         """
         unit = "head" if self.shared else "table"
         entry: dict[str, Any] = {
@@ -207,7 +207,7 @@ class MemoryUsage:
         return self._uniform(self.topk)
 
     def _uniform(self, topk: float) -> Measures:
-        """The same, where each search finds so many slots."""
+        """The same, if each search finds `topk` slots."""
         return uniform_reading(self.counts_HK.shape[1], self.tokens * (self.heads if self.shared else 1), topk)
 
     @property
@@ -219,8 +219,8 @@ class MemoryUsage:
 
     @property
     def equal_draws(self) -> tuple[int, float]:
-        """Draws of equal weight that scatter as much as these reads at random slots: their number, and the slots of
-        each (see `uniform_mass`); of the memory, or of a table on average.
+        """Draws of equal weight that scatter as much as these reads would at random slots: how many, and the slots of
+        each (see `uniform_mass`); for the memory, or for a table on average.
         """
         if self.shared:
             return self._equal_draws(self.masses_HK.sum(), self.squares_H.sum(), self.tokens * self.heads)
@@ -228,14 +228,14 @@ class MemoryUsage:
 
     @property
     def uniform_mass(self) -> Measures:
-        """What the same reads give by mass if each keeps its weight and falls on a random slot (of its table); those of
-        one head for one token on different ones.
+        """What the same reads give by mass if each keeps its weight and falls on a random slot (of its table), those of
+        one head for one token on different slots.
 
-        Of N searches (a head, a token) whose k weights w sum to 1, a random slot's mass has the variance
-        sum w^2 / S - N / S^2, that of N draws of n / N slots with equal weights, where n = N^2 / sum w^2 is Kish's
-        effective number of reads. The KL is that of such draws: equal to first order. For peaked weights (32 drawn from
-        a Dirichlet distribution of 0.3) it is 1 % too high at 100 reads a slot, and 26 % at 3. A table's single reads
-        are n draws of one slot. Tables keep their masses, and the difference between these adds to the KL.
+        With N searches (a head, a token) whose k weights w sum to 1, a random slot's mass has the variance
+        sum w^2 / S - N / S^2, as with N draws of n / N slots with equal weights, where n = N^2 / sum w^2 is Kish's
+        effective number of reads. The KL is that of such draws, which is equal to first order. For peaked weights (32
+        drawn from a Dirichlet distribution of 0.3) it is 1 % too high at 100 reads per slot, and 26 % at 3. The reads
+        of a table are n draws of one slot. Tables keep their masses, and the differences between these add to the KL.
         """
         if not self.masses_HK.any():
             return {"usage": 0.0, "kl": None}
@@ -262,7 +262,7 @@ class MemoryUsage:
         return [self._equal_draws(mass, squares, self.tokens) for mass, squares in sums]
 
     def _equal_draws(self, mass: float, squares: float, searches: int) -> tuple[int, float]:
-        """The `equal_draws` of so many searches, given the sum of their weights and of the squares of these."""
+        """The `equal_draws` of a number of searches, given the sum of their weights and the sum of their squares."""
         effective_reads = float(mass**2 / squares) if squares > 0 else 0.0
         if self.shared and effective_reads:
             return searches, effective_reads / searches
@@ -270,8 +270,8 @@ class MemoryUsage:
 
 
 def with_pool(memories: list[MemoryUsage]) -> list[MemoryUsage]:
-    """The memories of a model, and, as one more with all their heads, the table that several of them share, if all of
-    these are there.
+    """The memories of a model; and as one more memory, with the heads of all, the table that several of them share, if
+    all of these are given.
     """
     sharing = [memory for memory in memories if memory.pool]
     if not sharing or len(sharing) < len(sharing[0].pool):
@@ -294,7 +294,7 @@ def with_pool(memories: list[MemoryUsage]) -> list[MemoryUsage]:
 
 
 def memory_label(layer: int | None, name: str) -> str:
-    """What people call a memory; a pool, and memories that are probed together, have their name alone."""
+    """The name of a memory in reports; without a layer for a pool, and for memories that are probed together."""
     return f"layer {layer} {name}" if layer else name
 
 
@@ -312,7 +312,7 @@ def measures(reads_S: NDArray[Any]) -> Measures:
     - kl: log S + sum z log z, in nats: 0 for uniform reading, log S for a single slot (PKM section 4.2);
     - gini: 0 for uniform reading, 1 - 1/S for a single slot (XLM's value is lower by 1/S);
     - top50, top90, top99: the smallest number of slots that hold that percentage of the reads;
-    - effective: exp of the entropy of z: so many slots, read uniformly, have the same entropy.
+    - effective: exp of the entropy of z: the number of uniformly read slots that has the same entropy.
 
     Args:
         reads_S: counts or masses, (slots,), none negative.
@@ -329,7 +329,7 @@ def measures(reads_S: NDArray[Any]) -> Measures:
     # Slots in falling order; unread ones come last and add nothing.
     gini = float(((slots + 1 - 2 * np.arange(1, used.size + 1)) * z).sum()) / slots
     held = np.cumsum(used)
-    # A float64 sum is good to about 1e-9 of itself: a slot more only because of rounding would be wrong.
+    # A float64 sum is good to about 1e-9 of itself; rounding must not add a slot.
     tops = {f"top{p}": int(np.searchsorted(held, p / 100 * total * (1 - 1e-9))) + 1 for p in (50, 90, 99)}
     return {
         "usage": used.size / slots,
@@ -341,19 +341,18 @@ def measures(reads_S: NDArray[Any]) -> Measures:
 
 
 def uniform_reading(slots: int, draws: int, topk: float = 1.0) -> Measures:
-    """What `measures` is expected to give for the counts of independent, uniformly random draws of topk slots each,
-    which differ from one another.
+    """The usage and KL (see `measures`) to expect from independent, uniformly random draws of topk distinct slots each.
 
     A slot is read n ~ Bin(N, p) times, with S slots, N draws and p = topk/S, and R = N topk reads are made. Hence
     usage = 1 - (1 - p)^N, and the KL's expectation, log S + S E[n/R log n/R], is E[log((1 + m) S/R)] with
-    m ~ Bin(N - 1, p). Both are exact. Where reads are very many, the series
+    m ~ Bin(N - 1, p). Both are exact. For very many reads, the series
     (S/R - 1/N)/2 + (S^2/R^2 - 1/N^2)/12 + (S^3/R^3 - S^2/(R^2 N))/12 takes over (for topk = 1: Harris 1975, bias of the
     plug-in entropy). Relative error below 1e-9 for 1 to at least 1e12 reads.
 
     Args:
         slots: S.
-        draws: N; without any read usage is 0 and KL None.
-        topk: slots of a draw, 0 to S; need not be a whole number, as a mean.
+        draws: N; without any read, usage is 0 and KL None.
+        topk: slots of a draw, 0 to S; as a mean, it need not be a whole number.
     """
     if draws < 1 or topk <= 0:
         return {"usage": 0.0, "kl": None}
@@ -373,7 +372,7 @@ def reads_of_a_slot(slots: int, draws: int, topk: float = 1.0) -> tuple[NDArray[
     """How often one slot is read by uniformly random draws of topk slots each: Bin(draws, topk/slots).
 
     Returns:
-        Numbers of reads and their probabilities, float64 (window,) each; the window leaves out less than 1e-20.
+        Numbers of reads and their probabilities, float64 (window,) each; what the window leaves out is below 1e-20.
     """
     if topk >= slots:
         return np.array([float(draws)]), np.ones(1)

@@ -22,20 +22,20 @@ from pkmlm.runs.directory import RunDirectory, tokenizer_file
 from pkmlm.runs.files import MANIFEST, entry_of, json_text, sha256_of
 from pkmlm.runs.results import USAGE, read_usage, split_name, text_name, usage_stem, write_arrays, write_usage
 
-if TYPE_CHECKING:  # of modules that import torch
+if TYPE_CHECKING:  # these modules import torch
     from pkmlm.analysis.slots import PageSlots
     from pkmlm.distributed import World
 
 ARRAYS = ("counts_HK", "masses_HK", "squares_H")  # of a MemoryUsage, as its run keeps them
-MAYBE = ("common_HH", "spread_3", "weighing_H")  # that may be missing: of hash tables, and in older reports
-FLOORS = ("uniform", "uniform_mass", "uniform_head")  # of its entry
+MAYBE = ("common_HH", "spread_3", "weighing_H")  # arrays that may be missing: for hash tables, and in older reports
+FLOORS = ("uniform", "uniform_mass", "uniform_head")  # keys of its entry
 
 
 class RunUsage(NamedTuple):
     """How the memories of one checkpoint, or of an exported folder, are used on a text.
 
     Attributes:
-        run: its folder; of an export only path, name and metrics (none) can be used.
+        run: its folder; for an export, only path, name and metrics (which are empty) can be used.
         entry: of `usage-report --format json`.
         memories: what was counted.
         slots: what a page shows of each memory's slots; empty unless that was asked for.
@@ -52,9 +52,9 @@ class Reading(NamedTuple):
 
     Attributes:
         choice: of the text.
-        quiet: no progress.
+        quiet: show no progress.
         world: the processes that share each pass over the text; only rank 0's reports count. None: one process.
-        details: look into single slots, too, which rank 0 does alone: contexts of several processes are not merged.
+        details: describe single slots, too; rank 0 does this alone: contexts of several processes are not merged.
         base: see `load_run`.
     """
 
@@ -86,11 +86,11 @@ def has_memory(run: RunDirectory) -> bool:
 
 
 def usage_reports(runs: Mapping[str, RunDirectory], steps: Sequence[str], reading: Reading) -> list[RunUsage]:
-    """A report of each run at each step: the one that is kept of the same checkpoint and text, or a new one, which is
+    """A report of each run at each step: the one that is kept for the same checkpoint and text, or a new one, which is
     then kept.
 
     Args:
-        runs: by the name that they have in the report.
+        runs: by their names in the reports.
         steps: "latest", "best" or a number.
         reading: of the text, for all of them.
 
@@ -121,9 +121,9 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     texts = [] if choice.text is None else sorted(map(Path, expand_glob(choice.text)))
     for text in texts:
         find_source(str(text), None)
-    if is_export(run.path):  # nothing is written into it
+    if is_export(run.path):  # nothing is written into an export
         return _measure(run, step, reading)
-    number, first = run.resolve(step), world is None or world.rank == 0  # the others keep nothing
+    number, first = run.resolve(step), world is None or world.rank == 0  # other ranks keep nothing
     number = world.broadcast(number) if world else number
     # What the report depends on: hashes of recipe, checkpoint and text or tokens, and how the text is read.
     source: dict[str, Any] = {
@@ -137,11 +137,11 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     else:
         name = split = choice.split or "test"
         corpus = Corpus(choice.tokens_folder(run.path, run.recipe()), split)
-        source |= {"sha256": corpus.sha256, "corpus": corpus.hashes}  # of those, a run refuses others than its own
+        source |= {"sha256": corpus.sha256, "corpus": corpus.hashes}  # a run refuses tokens with other hashes
         if choice.data is not None and first:
             name = split_name(run.path / USAGE, split, source["sha256"])
             if name != split:
-                warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
+                warn(f"--data: the run has results of {split} on other tokens: the new ones are kept as {name}")
     stem = usage_stem(run.path, name, number)
     kept = load_usage(stem, source) if first and not reading.details else None
     if world.broadcast(kept is not None) if world else kept is not None:
@@ -151,13 +151,13 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
         report.entry["source"] = source
         try:
             save_usage(stem, report.entry, report.memories)
-        except UserError as error:  # in another user's folder, say: the report still stands
-            warn(f"not kept for the next time: {error.message}")
+        except UserError as error:  # for example in another user's folder; the report is valid
+            warn(f"the report is not kept: {error.message}")
     return report
 
 
 def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
-    """Pass over the text and count."""
+    """Make a report by reading the text."""
     from pkmlm.analysis.counters import measure_usage
     from pkmlm.analysis.ngrams import NGrams, all_collisions
     from pkmlm.analysis.slots import PageSlots, index_slots, page_slots
@@ -178,7 +178,7 @@ def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
             memories = measure_usage(loaded, documents, advance, world, ngrams)
     if details and memories:
         slots = page_slots(loaded, indexes, chosen_documents(choice, loaded))
-        slots += [PageSlots([], None, [])] * (len(memories) - len(indexes))  # a pool's are those of its layers
+        slots += [PageSlots([], None, [])] * (len(memories) - len(indexes))  # a pool's slots are shown with its layers
     entry = {
         "run": loaded.name,
         "step": loaded.step,
@@ -203,9 +203,9 @@ def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -
 
 
 def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list[MemoryUsage]] | None:
-    """What `save_usage` wrote; None where there is nothing whole, or it was measured on another `source`.
+    """What `save_usage` wrote; None if that is missing, damaged, or was measured on another `source`.
 
-    Of a report that an older version wrote, the random floors are computed anew, and kept.
+    If an older version wrote the report, its random floors are computed again and kept.
     """
     kept_files = read_usage(stem, source)
     if kept_files is None:
@@ -233,14 +233,14 @@ def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list
 
 
 def export_usage(path: Path, report: RunUsage) -> None:
-    """Write how memories are used on a text as arrays (.npz), for work that chooses slots by it.
+    """Write how memories are used on a text as arrays (.npz), for methods that choose slots by their use.
 
-    Of each memory, by layer and name ("3.memory", "1.ffn2"):
+    For each memory, by layer and name ("3.memory", "1.ffn2"):
         3.memory.counts   int64 (heads, slots): reads of each slot by each head (hash layers: (tables, buckets))
-        3.memory.masses   float64, same shape: the sum of their weights after the softmax
+        3.memory.masses   float64, same shape: the sum of the absolute values of their weights
         3.memory.tokens   int64: positions that were counted
-    and of the whole: run, step, split, and sha256 (of the checkpoint's or the export's manifest, which lists that of
-    every file; of an export without one, as `transformers` saves it, of what it would say).
+    and for the report: run, step, split, and sha256 (of the checkpoint's or the export's manifest, which lists the
+    sha256 of every file; if an export has none, as `transformers` saves it, of what the manifest would say).
     """
     entry, folder = report.entry, report.run.path
     if "source" in entry:

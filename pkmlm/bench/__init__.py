@@ -1,12 +1,12 @@
-"""Speed: what is timed beside what, interleaved in one run. One file a benchmark (`memory`, `train`, `generate`);
-`rounds` times them, `models` makes whole models of a recipe; `steps` times the training steps of runs. The command line
-and the sweep use it.
+"""Speed: what is compared is timed in turn, in one process. There is one file per benchmark (`memory`, `train`,
+`generate`); `rounds` times them, `models` makes whole models from a recipe, and `steps` times the training steps of
+runs. The command line and the sweep use this package.
 """
 
 # The layers of `bench memory`: this package's with row Adam; the same in plain torch, with a dense gradient and torch's
 # default or fused Adam, or with a sparse gradient and SparseAdam; the FFN of the same width with fused Adam.
 LAYERS = ("pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn")
-# Models made of a recipe: without its memory, with it, without it but twice as deep, and a MemoryFormer of its shape.
+# Models made from a recipe: without its memory, with it, without it but twice as deep, and a MemoryFormer of its shape.
 MODELS = ("dense", "memory", "double", "hash")
 
 

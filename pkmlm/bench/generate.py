@@ -22,7 +22,7 @@ class InferenceTimes:
 
     Attributes:
         times: by (what: "decode" or "score", index of the model, batch).
-        decoded, scored: tokens of a sequence that one time is for.
+        decoded, scored: tokens of a sequence in one timing.
         bandwidth: bytes per second, read and written, of a copy.
     """
 
@@ -53,7 +53,7 @@ class InferenceTimes:
         return {"machine": machine(), **sizes, "copy_bytes_per_second": self.bandwidth, "models": found}
 
     def tables(self) -> list[Table]:
-        """Speeds of decoding and of scoring; how fast one token reads its weights, where single sequences decoded."""
+        """Speeds of decoding and of scoring; if single sequences were decoded, how fast one token reads its weights."""
         found = [self.speed_table("decode"), self.speed_table("score")]
         if 1 in self.batches():
             seconds = [self.times["decode", index, 1].median / self.decoded for index in range(len(self.models))]
@@ -83,7 +83,7 @@ def time_inference(chosen: list[Variant], batches: Sequence[int], tokens: int, r
 
     Args:
         batches: sequences that are decoded or scored at once.
-        tokens: to decode in a sequence; more than half the context are cut to it.
+        tokens: to decode in a sequence; at most half the context is decoded.
     """
     check_room("these models together", sum(4 * (one.cost.dense + one.cost.memory) for one in chosen), FEWER)
     device, context = default_device(), chosen[0].recipe.model.context

@@ -26,8 +26,8 @@ from pkmlm.seeds import generator
 from pkmlm.train.optim import parameter_groups
 
 LR = 1e-3
-# What is timed of a layer, by its name in tables: the weighted sum of its values alone; then each phase includes those
-# before it.
+# What is timed of a layer, with its name in tables: the weighted sum of its values alone; then phases that each include
+# those before.
 PHASES = {"values": "values alone", "forward": "forward", "backward": "+ backward", "step": "+ update"}
 
 
@@ -63,10 +63,10 @@ class Shape:
         return 4 * self.slots * self.dim
 
     def least_bytes(self, touched: int) -> dict[str, int]:
-        """Bytes that each phase must move, were nothing read twice from memory.
+        """Bytes that each phase must move, if nothing is read twice from memory.
 
         values: a row for each read, and the output. forward: the input, too. backward: the rows once more, for the
-        gradients of the weights. step: besides, every touched row and its two moments, read and written.
+        gradients of the weights. step: also every touched row and its two moments, read and written.
         """
         rows, tokens = 4 * self.tokens * self.heads * self.topk * self.dim, 4 * self.tokens * self.dim
         forward, backward = rows + 2 * tokens, 2 * rows + 2 * tokens
@@ -80,7 +80,7 @@ class PlainMemory(nn.Module):
     It computes what `ProductKeyMemory` computes (Lample et al. 2019, sec. 3.1), with a linear query and BatchNorm.
 
     Args:
-        sparse: the values' gradient is sparse, with one row for each read.
+        sparse: whether the values' gradient is sparse, with one row for each read.
     """
 
     def __init__(self, dim: int, memory: Memory, *, sparse: bool):
@@ -126,8 +126,8 @@ class Contender:
     """A layer and what updates it.
 
     Attributes:
-        count: the steps of its value table, as the optimizer that holds the table counts them; None: it has none.
-        values: the weighted sum of values, of slots and weights (N, r); None: it has none.
+        count: the steps of its value table, in the form in which its optimizer counts them; None: it has no table.
+        values: computes the weighted sum of values from slots and weights (N, r); None: it has no values.
     """
 
     layer: nn.Module
@@ -147,7 +147,7 @@ class Contender:
         self.layer(x_1ND)
 
     def backward(self, x_1ND: Tensor, grad_1ND: Tensor, *, update: bool) -> None:
-        """A forward and backward, with or without the optimizers' update; the gradients are forgotten."""
+        """A forward and backward, with or without the optimizers' update; the gradients are then cleared."""
         self.layer(x_1ND).backward(grad_1ND)
         for optimizer in self.optimizers:
             if update:
@@ -166,7 +166,7 @@ def product_key_layer(shape: Shape, device: torch.device) -> ProductKeyMemory:
 
 
 def contender(name: str, shape: Shape, source: ProductKeyMemory) -> Contender:
-    """One of `pkmlm.bench.LAYERS`, with the weights of a layer, and its values themselves.
+    """One of `pkmlm.bench.LAYERS`, with copies of a layer's weights, but the very same values.
 
     pkmlm: the layer, whose values are updated straight from their reads. plain-adam, plain-fused: plain torch, a dense
     gradient, Adam as it comes or fused. plain-sparse: a sparse gradient of the values and SparseAdam; fused Adam for
@@ -193,7 +193,7 @@ def contender(name: str, shape: Shape, source: ProductKeyMemory) -> Contender:
 
 
 def contenders(names: Sequence[str], shape: Shape, source: ProductKeyMemory) -> dict[str, Contender]:
-    """Contenders by name, of which all that have a value table train that of `source` with one pair of moments."""
+    """Contenders by name. All that have a value table train that of `source`, with one shared pair of moments."""
     values_KD = source.values.weight_KD
     found = {name: contender(name, shape, source) for name in names}
     moments = {name: torch.zeros_like(values_KD) for name in ("exp_avg", "exp_avg_sq")}
@@ -205,7 +205,7 @@ def contenders(names: Sequence[str], shape: Shape, source: ProductKeyMemory) -> 
 
 
 def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens (1, N, D) that want a gradient, and the gradient of the output; both N(0, 1), the same for every layer."""
+    """Tokens (1, N, D) that need a gradient, and the gradient of the output; both N(0, 1), the same for every layer."""
     random = generator(1, "bench memory")
     x_1ND, grad_1ND = (torch.randn(1, shape.tokens, shape.dim, generator=random).to(device) for _ in range(2))
     return x_1ND.requires_grad_(), grad_1ND
@@ -303,14 +303,14 @@ def time_sizes(shapes: Sequence[Shape], names: Sequence[str], rounds: int, say: 
 def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Say) -> LayerTimes:
     """Time each of `PHASES` of each layer in `names`, interleaved, in training mode.
 
-    All memories of a round read and update one value table with one pair of moments: the same rows, without holding
-    them four times. Nothing is clipped and no norm is computed, in none of the layers.
+    All memories read and update one value table with one pair of moments: the same rows, without holding them four
+    times. No layer clips gradients or computes their norm.
 
     Raises:
         UserError: (exit code 1) the table would drive the machine out of memory.
     """
     device = default_device()
-    # Values, two moments and a copy while they are filled; with dense gradients that, and what Adam makes on the way.
+    # Values, two moments and a copy while they are filled; with dense gradients also these and Adam's temporaries.
     # The query map and the sub-keys are each layer's own, with gradients and moments.
     needed = (6 if {"plain-adam", "plain-fused"} & {*names} else 4) * shape.table_bytes
     needed += len(names) * 16 * shape.heads * shape.key_dim * (shape.dim + shape.num_keys)

@@ -22,7 +22,7 @@ from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, NGram, Parallel, 
 from pkmlm.seeds import generator
 from pkmlm.train.step import TrainState
 
-FEWER = "choose some with --only, or a smaller model with -s"  # where memory does not hold all models
+FEWER = "choose some with --only, or a smaller model with -s"  # the hint if memory does not hold all models
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,19 @@ def variant(kind: str, name: str, recipe: Recipe, model: Model) -> Variant:
 
 
 def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str]) -> list[Variant]:
-    """`variants` for the command line, where no `kinds` are all that the recipe can be."""
+    """`variants` for the command line, where empty `kinds` means all that the recipe allows."""
     model = recipe.model
     possible = {"memory": model.memory.kind != "none", "hash": model.dim % model.hash.bits == 0}
     kinds = [kind for kind in MODELS if (kind in kinds if kinds else possible.get(kind, True))]
     if model.ngram.layers:
         warn("n-gram memories are left out of all models here")
     if num_keys and "memory" not in kinds:
-        raise UserError("--slots: no model here has a memory", "leave it out")
+        raise UserError("--slots: no model here has a memory", "leave --slots out")
     return variants(recipe, vocab_size_of(recipe), num_keys, kinds)
 
 
 class RandomBatches(Batches):
-    """Batches of uniformly random tokens, every target scored: timing needs no text. All steps have the same."""
+    """Batches of uniformly random tokens, all targets scored: timing needs no text. All steps have the same batches."""
 
     def __init__(self, recipe: Recipe, vocab_size: int):
         self.vocab_size, self.context, self.batch = vocab_size, recipe.model.context, recipe.sequences
@@ -120,10 +120,10 @@ class RandomBatches(Batches):
 
 def random_training(recipe: Recipe, precision: str) -> TrainState:
     """The training of a recipe from initial weights, on random tokens. If it chooses slots by a background, whose file
-    may be gone, they are chosen by their counts, which takes as long.
+    may be gone, they are chosen by their counts instead, which takes as long.
 
     Args:
-        recipe: with the vocabulary's size.
+        recipe: with `model.vocab_size` set.
         precision: of the forward.
     """
     vocab_size, chosen = recipe.model.vocab_size or 0, recipe.finetune
@@ -134,7 +134,7 @@ def random_training(recipe: Recipe, precision: str) -> TrainState:
 
 
 def random_tokens(vocab_size: int, sequences: int, length: int, index: int = 0) -> Tensor:
-    """Uniform ids (sequences, length), int64: the same on every call, others for another `index`."""
+    """Uniform ids (sequences, length), int64: the same on every call, but different for each `index`."""
     return torch.randint(vocab_size, (sequences, length), generator=generator(1, "bench tokens", index))
 
 
@@ -148,7 +148,7 @@ def prefilled(model: Transformer, prompt_BT: Tensor) -> KVCache:
 
 @torch.no_grad()
 def decode(model: Transformer, filled: KVCache, last_B1: Tensor, tokens: int) -> Tensor:
-    """The `tokens` most likely continuations (B, tokens) one after the other; what `filled` holds stays as it is."""
+    """Continuations (B, tokens), each token the most likely one; `filled` keeps what it holds."""
     cache, found = replace(filled), []
     for _ in range(tokens):
         last_B1 = next_logits(model, last_B1, cache).argmax(-1, keepdim=True)

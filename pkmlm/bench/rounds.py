@@ -1,4 +1,4 @@
-"""Actions timed in interleaved rounds, so that what else the machine does falls on all of them alike."""
+"""Times actions in interleaved rounds, so that other work on the machine affects all of them equally."""
 
 import math
 import statistics
@@ -13,23 +13,23 @@ from pkmlm.device import default_device, free_bytes
 from pkmlm.environment import keep_freed_memory
 from pkmlm.errors import UserError
 
-MIN_SECONDS = 0.02  # that are timed on a GPU: a launch and the wait for its end take far less
+MIN_SECONDS = 0.02  # timed at least on a GPU: a launch and the wait for its end take far less
 COPY_BYTES = 1 << 28  # of the buffer whose copy shows the memory's bandwidth
 COPY = "copy"
 Name = TypeVar("Name", bound=Hashable)
-Say = Callable[[str], None]  # is called with a line on what is being done
+Say = Callable[[str], None]  # called with a line on what is being done
 
 
 def check_room(what: str, needed: float, hint: str) -> None:
-    """Refuse what does not fit into memory all at once, as interleaved rounds need it.
+    """Refuse what does not fit into memory all at once, as interleaved rounds require.
 
     Args:
-        what: is needed, in the plural.
-        needed: bytes of it.
+        what: what needs the memory, in the plural.
+        needed: bytes that it needs.
         hint: how to need less.
 
     Raises:
-        UserError: (exit code 1) so many are not free.
+        UserError: (exit code 1) fewer bytes are free.
     """
     free = free_bytes(default_device())
     if needed > free:
@@ -38,7 +38,7 @@ def check_room(what: str, needed: float, hint: str) -> None:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one action, one number a round."""
+    """Seconds of one action, one number per round."""
 
     seconds: list[float]
 
@@ -57,13 +57,13 @@ class Timing:
 def interleaved(
     actions: Mapping[Name, Callable[[], object]], rounds: int, device: torch.device, say: Say
 ) -> dict[Name, Timing]:
-    """Time every action once a round; each round starts with another one, so that none has a fixed place.
+    """Time every action once per round; each round starts with another one, so that none has a fixed place.
 
-    One round more comes first and is not counted: in it memory is allocated and code compiled. The process keeps what
-    it frees, as training does.
+    A first round, in which memory is allocated and code compiled, is not counted. The process keeps the memory that it
+    frees, as in training.
 
     Args:
-        device: whose queue is emptied before and after each action.
+        device: its queue is emptied before and after each action.
         say: called with a line on which round runs.
     """
     keep_freed_memory()
@@ -96,8 +96,8 @@ def interleaved_with_copy(
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:
     """How long an action takes, with what it queues on a device.
 
-    A GPU gets a short one again and again, until `MIN_SECONDS` have passed: of a kernel by itself one would time the
-    host, which takes longer to launch it and to learn of its end than it runs.
+    On a GPU, a short action is repeated until `MIN_SECONDS` have passed: with a single kernel, one would time the host,
+    which takes longer to launch it and to learn of its end than it runs.
     """
     taken = mean_seconds(action, 1, device)
     repeats = math.ceil(MIN_SECONDS / taken) if device.type == "cuda" else 1
@@ -105,7 +105,7 @@ def seconds_of(action: Callable[[], object], device: torch.device) -> float:
 
 
 def mean_seconds(action: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """The mean over so many runs, one after the other, with nothing else between them."""
+    """The mean over `repeats` runs, one after the other, with nothing else between them."""
     synchronize(device)
     began = time.perf_counter()
     for _ in range(repeats):

@@ -1,7 +1,7 @@
-"""What a training step of runs takes, in tokens, operations or seconds: for curves and tables over these.
+"""What one training step of a run takes, in tokens, operations or seconds, for curves and tables over these.
 
-Seconds are timed: a step of each recipe in turn, in one process on an otherwise idle machine. What a run has logged is
-no measure: each was trained by itself, perhaps beside other work.
+Seconds are timed: a step of each recipe in turn, in one process on an otherwise idle machine. The times that runs have
+logged cannot be compared: each run was trained by itself, perhaps beside other work.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ from pkmlm.runs.results import STEPS, StepTimes, read_signed, signed
 from pkmlm.train.step import train_step
 
 ROUNDS = 7
-FEWER = "compare fewer, or over tokens or operations"  # where memory does not hold all models
-BUSY = 0.5  # cores that other programs may use: with more, a timing is worth a warning
-RATES = ("lr", "lr_scale", "schedule", "times", "warmup_steps", "final_lr", "decay_steps")  # any takes a step as long
+FEWER = "compare fewer runs, or compare over tokens or operations"  # the hint if memory does not hold all models
+BUSY = 0.5  # cores that other programs may use before a timing gets a warning
+RATES = ("lr", "lr_scale", "schedule", "times", "warmup_steps", "final_lr", "decay_steps")  # none changes a step's time
 
 
 def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict[str, float]:
@@ -59,17 +59,17 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
         for run in runs.values():
             try:
                 write_json(run.path / STEPS, signed(dict(times)))
-            except UserError as error:  # in another user's folder, say: the times still stand
-                warn(f"not kept for the next time: {error.message}")
+            except UserError as error:  # such as in another user's folder: the times are still valid
+                warn(f"the times of steps are not kept: {error.message}")
     if times["busy_cores"] > BUSY:
         busy = f"steps were timed while other programs used {times['busy_cores']:.1f} cores"
-        warn(f"{busy}: delete {STEPS} in each of these runs to time anew")
+        warn(f"{busy}: delete {STEPS} in each of these runs to time them again")
     return {name: median(times["steps"][key]) for name, key in keys.items()}
 
 
 def timed_part(run: RunDirectory) -> Recipe:
-    """A run's recipe with only what a step's time follows from: runs that differ in the rest are timed once. All steps
-    are timed in one process, also of a run that several ranks trained.
+    """A run's recipe with only what a step's time depends on: runs that differ only in the rest are timed once. All
+    steps are timed in one process, even those of a run that several ranks trained.
     """
     recipe = run.recipe()
     optim = recipe.optim
@@ -95,7 +95,7 @@ def timed_part(run: RunDirectory) -> Recipe:
 
 
 def at_default_rates(section: Any) -> Any:
-    """A section of `optim` with the learning rates and schedules of one that says nothing."""
+    """A section of `optim` with the default learning rates and schedules."""
     found = {field.name for field in fields(section)}.intersection(RATES)
     return replace(section, **{name: getattr(type(section)(), name) for name in found})
 
@@ -119,7 +119,7 @@ def time_steps(recipes: Mapping[str, Recipe], say: Say) -> StepTimes:
     random tokens.
 
     Args:
-        recipes: by key, with their vocabularies.
+        recipes: by key, with `model.vocab_size` set.
 
     Raises:
         UserError: (exit code 1) memory does not hold all models together.
@@ -128,7 +128,7 @@ def time_steps(recipes: Mapping[str, Recipe], say: Say) -> StepTimes:
     needed = sum(sum(cost_of(one, one.model.vocab_size or 0).training.values()) for one in recipes.values())
     check_room("to time steps in turn, these models", needed, FEWER)
     busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
-    with memory_errors("memory does not hold all models, which are timed in turn", FEWER):
+    with memory_errors("memory does not hold all models at once, which are timed in turn", FEWER):
         states = {
             key: random_training(recipe, select_device(recipe.train.precision).precision)
             for key, recipe in recipes.items()

@@ -24,9 +24,8 @@ class TrainingTimes:
     """Times of each model.
 
     Attributes:
-        times: by (index of the model, one of `PHASES`): the forward of one micro-batch, an optimizer
-            step of `train.batch_tokens`, and, where attention has a cache, the decoding of one token of one sequence,
-            in fp32.
+        times: by (index of the model, one of `PHASES`): the forward of one micro-batch, an optimizer step of
+            `train.batch_tokens`, and, if attention has a cache, the decoding of one token of one sequence, in fp32.
         precision: of the forwards and steps.
         bandwidth: bytes per second, read and written, of a copy.
     """
@@ -38,7 +37,7 @@ class TrainingTimes:
 
     @property
     def phases(self) -> list[str]:
-        """What was timed, of all models the same."""
+        """What was timed, the same for all models."""
         return [phase for phase in PHASES if (0, phase) in self.times]
 
     def as_json(self) -> dict[str, Any]:
@@ -53,7 +52,7 @@ class TrainingTimes:
         }
 
     def tables(self) -> list[Table]:
-        """Milliseconds, and as a ratio to the first model; how fast a token reads its weights, where that was timed."""
+        """Milliseconds, and as a ratio to the first model; if a token was timed, how fast it reads its weights."""
         columns = [Column("model"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
         columns += [number("x first", "{:.2f}"), number("M ops", "{:,.1f}"), number("MB read", "{:,.1f}")]
         rows = []

@@ -1,6 +1,6 @@
 """The `pkmlm` command: a table of sub-commands, each imported only when it is used.
 
-Importing this file, and every `--help`, stays free of torch: the commands import what they need when they run.
+Neither importing this file nor `--help` imports torch: the commands import what they need when they run.
 """
 
 import errno
@@ -17,7 +17,7 @@ from pkmlm.console import prepare_streams
 from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.signals import interrupt_after_imports
 
-# A file that is not or cannot be there: the user has named a wrong one (exit code 2).
+# A file that does not or cannot exist: the user has given a wrong name (exit code 2).
 WRONG_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 # Standard output takes no more: a closed pipe, a full disk.
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -42,7 +42,7 @@ COMMANDS = {  # each is in the module of its name
 
 
 class LazyGroup(click.Group):
-    """A group whose commands have only a name and a line of help until one is used, which is then imported."""
+    """A group that knows only a name and a line of help of each command, and imports a command when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # click would sort them
@@ -64,8 +64,8 @@ class LazyGroup(click.Group):
 
 
 def remember(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    """Note -v, which `main` reads when an error has come, or -q, and return whether it stands here or before. Commands
-    that show no progress take -q, too: a script may call them all alike.
+    """Note -v, which `main` reads after an error, or -q, and return whether it was given before or after the command.
+    Commands that show no progress accept -q, too, so that a script can pass it to any of them.
     """
     settings: dict[str | None, bool] = context.ensure_object(dict)
     settings[parameter.name] = value or settings.get(parameter.name, False)
@@ -77,7 +77,7 @@ VERBOSE = click.Option(
     is_flag=True,
     expose_value=False,
     callback=remember,
-    help="With an error, also show where in the program it arose.",
+    help="After an error, also show where in the program it arose.",
 )
 QUIET = click.Option(
     ["-q", "--quiet"], is_flag=True, expose_value=False, callback=remember, help="No progress on standard error."
@@ -85,7 +85,7 @@ QUIET = click.Option(
 
 
 def accept_anywhere(command: click.Command) -> None:
-    """Let -v and -q stand behind the command, too."""
+    """Accept -v and -q after the command, too."""
     for common in (QUIET, VERBOSE):
         if all(common.name != each.name for each in command.params):
             command.params.append(common)
@@ -121,7 +121,7 @@ def main() -> None:
     # threads would spin, and take a third of the time of our own kernels' threads.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else its stack traces come before our error lines
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # otherwise its stack traces come before our error lines
     prepare_streams()
     interrupt_after_imports()
     settings: dict[str, bool] = {}
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def report_error(error: Exception) -> int:
-    """Say in two lines what a user can mend, or the machine refuses, and return the exit code; raise all else again."""
+    """Report a user's error or a failure of the machine in two lines, and return its exit code; re-raise all others."""
     if isinstance(error, UserError):
         return print_error(error)
     if isinstance(error, click.ClickException):
@@ -176,14 +176,14 @@ def report_error(error: Exception) -> int:
 
 
 def key_hint(error: click.NoSuchOption) -> str:
-    """Where an unknown option is the last part of a recipe's keys, in a command that takes keys: how to set them."""
+    """A hint on how to set a recipe's keys that end in an unknown option; empty if the command takes no keys."""
     if error.ctx is None or all(parameter.name != "overrides" for parameter in error.ctx.command.params):
         return ""
     from pkmlm.recipe.schema import Recipe, leaves
 
     name = error.option_name.lstrip("-").replace("-", "_")
     keys = [key for key, _, _ in leaves(Recipe) if key.rpartition(".")[2] == name]
-    return f"a recipe's keys are set by -s: -s {'=... or -s '.join(keys)}=..." if keys else ""
+    return f"set a recipe's key with -s: -s {'=... or -s '.join(keys)}=..." if keys else ""
 
 
 def print_error(error: UserError) -> int:

@@ -17,7 +17,7 @@ SIZE = click.IntRange(min=1)
 
 
 class Slots(click.ParamType):
-    """A number of slots, such as 16k or 147456, as the sub-keys of a half."""
+    """A number of slots, such as 16k or 147456; its value is the number of sub-keys of a half."""
 
     name = "slots"
 
@@ -30,7 +30,7 @@ class Slots(click.ParamType):
 
 
 def show(found: dict[str, Any], tables: Sequence[Table], as_json: bool, end: str = "") -> None:
-    """Print results as JSON or as tables, with a few lines after these."""
+    """Print results as JSON, or as tables with the lines `end` after them."""
     text = json.dumps(found, indent=2) if as_json else "\n".join([*(table.render() for table in tables), end]).rstrip()
     click.echo(text)
 
@@ -42,9 +42,9 @@ def rounds_option(default: int) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add what `generate` and `train` have in common."""
-    slots = "Sizes of the memory, a model for each: 16k,1M. Default: the recipe's."
-    some = f"Some of {', '.join(MODELS)}. Default: all there are."
+    """Add the options that `generate` and `train` share."""
+    slots = "Sizes of the memory in slots, a model for each: 16k,1M. Default: the recipe's."
+    some = f"Some of {', '.join(MODELS)}. Default: all possible ones."
     for option in (
         quiet_option,
         json_option,
@@ -70,7 +70,7 @@ def command() -> None:
     """
 
 
-@command.command("memory", short_help="The memory layer beside the same in plain torch.")
+@command.command("memory", short_help="The memory layer against the same in plain torch.")
 @click.option(
     "--slots",
     "num_keys",
@@ -85,7 +85,7 @@ def command() -> None:
 @click.option("--topk", default=32, show_default=True, metavar="N", type=SIZE, help="Slots that a head reads.")
 @click.option("--key-dim", default=512, show_default=True, metavar="N", type=SIZE, help="Width of a query.")
 @click.option(
-    "--tokens", default=1024, show_default=True, metavar="N", type=click.IntRange(min=2), help="Tokens of a step."
+    "--tokens", default=1024, show_default=True, metavar="N", type=click.IntRange(min=2), help="Tokens per step."
 )
 @rounds_option(7)
 @click.option("--only", metavar="A,B", callback=several(click.Choice(LAYERS)), help=f"Some of {', '.join(LAYERS)}.")
@@ -100,7 +100,7 @@ def memory(
     optimizer's update. This package's layer sums the gradient of its values in the update. Plain torch sorts all k^2
     candidates and sums values by EmbeddingBag, with dense gradients and default or fused Adam, or with sparse gradients
     and SparseAdam. All memories of a round share one value table and its moments. GB/s counts the rows that must be
-    read and written, once; the share is that of a copy's bandwidth, measured in the same rounds.
+    read and written, each once; the share is relative to the bandwidth of a copy, measured in the same rounds.
 
     \b
     Examples:
@@ -125,7 +125,7 @@ def memory(
     default="1,8",
     show_default=True,
     callback=several(click.IntRange(1, 4096)),
-    help="Sequences at once.",
+    help="Sequences decoded or scored at once.",
 )
 @click.option(
     "--tokens",
@@ -133,7 +133,7 @@ def memory(
     show_default=True,
     metavar="N",
     type=SIZE,
-    help="Decoded in a sequence; at most half of the context.",
+    help="Tokens decoded per sequence; at most half of the context.",
 )
 def generate(
     recipe_file: str,

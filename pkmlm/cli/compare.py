@@ -36,8 +36,8 @@ def command(
 
     Only what is in the run directories is shown: run `pkmlm eval` and `pkmlm usage-report` first for the test split's
     numbers. What is missing shows as "-". Finished runs of one recipe that differ only in their seed share one row: the
-    mean, +- half the range from the least to the greatest. --over seconds times a step of each recipe, on this machine,
-    unless an earlier call has.
+    mean, +- half the range from the least to the greatest. --over seconds times a step of each recipe on this machine,
+    unless an earlier call did.
 
     \b
     Examples:
@@ -53,7 +53,7 @@ def command(
 
     folder = free_folder(plots, force)
     comparison = compare_runs(run_paths)
-    warn_each(comparison.warnings)  # first: of numbers that mislead, before they are read, or steps are timed
+    warn_each(comparison.warnings)  # before misleading numbers are read, or steps are timed
     equals = []
     if over:
         from pkmlm.bench.steps import step_amounts  # needs torch
@@ -63,7 +63,7 @@ def command(
                 if equal := comparison.at_equal(each, step_amounts(each, comparison.runs, say)):
                     equals.append(equal)
     dense, comparable = comparison.comparable_with_dense()
-    try:  # pictures first, so that they are drawn also if nobody reads the output any more
+    try:  # pictures first: they are drawn even if the output has been closed
         if folder is not None:
             from pkmlm.analysis.plots import Look, draw_curves, over_tokens
 

@@ -19,7 +19,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
     with suppress(ValueError):
         if size := TypeAdapter(ByteSize).validate_python(value):
             return int(size)
-    raise click.BadParameter(f"found {printable(value)!r} (expected bytes, as 80GB or 79.1GiB)")
+    raise click.BadParameter(f"found {printable(value)!r} (expected bytes, such as 80GB or 79.1GiB)")
 
 
 @click.command()
@@ -33,7 +33,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
     help="Bytes per entry of values and tables: 2 as the papers count (fp16), 4 for fp32.",
 )
 @click.option(
-    "--world", type=click.IntRange(1, 1 << 16), metavar="W", help="Also what each of W ranks needs and sends."
+    "--world", type=click.IntRange(1, 1 << 16), metavar="W", help="Also show what each of W ranks needs and sends."
 )
 @click.option(
     "--device-memory",
@@ -56,7 +56,7 @@ def command(
     "paper" is the block formula of MemoryFormer, for the blocks that it describes. Training memory is an
     estimate: fp32 weights, gradients and Adam moments, and one micro-batch of activations; train.precision=auto
     is counted as fp32 (on a GPU it may be bf16: -s train.precision=bf16). --world counts what each rank holds
-    and sends in a step, for every parallel.memory that is possible.
+    and sends in a step, for every possible parallel.memory.
 
     \b
     Examples:
@@ -66,7 +66,7 @@ def command(
       pkmlm cost pkm/16-layers --world 8 --device-memory 80GB
     """
     if world is None and device_memory is not None:
-        raise click.UsageError("--device-memory goes with --world (1 for one device).")
+        raise click.UsageError("--device-memory requires --world (1 for one device).")
 
     from pkmlm.cost_tables import recipe_report
     from pkmlm.recipe.load import load_recipe

@@ -16,7 +16,7 @@ from pkmlm.cli.options import json_option
 from pkmlm.environment import usable_cores
 from pkmlm.errors import printable
 
-# setup.py asks for the same; a test compares. (importlib.metadata knows it only where pkmlm is installed.)
+# setup.py requires the same; a test compares. (importlib.metadata knows these only where pkmlm is installed.)
 NEEDED = (
     *("torch", "numpy", "numba", "sentencepiece", "tokenizers", "click", "rich", "pyyaml", "safetensors", "zstandard"),
     *("pyarrow", "matplotlib", "psutil", "pydantic", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
@@ -33,7 +33,7 @@ LITTLE_DISK, LITTLE_MEMORY = 5 * GIGA, 2 * GIGA
 def command(as_json: bool) -> None:
     """Show versions, devices, memory, disk, and what is wrong.
 
-    The exit code is 0 if pkmlm can work here, also with warnings, and 1 if it cannot.
+    The exit code is 0 if pkmlm can work here, even with warnings, and 1 if it cannot.
 
     \b
     Examples:
@@ -48,9 +48,9 @@ def command(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """The facts of this machine; sizes are in bytes, and None stands for what is not installed or not known.
+    """The facts of this machine; sizes are in bytes, and None means not installed or not known.
 
-    `torch.utils.collect_env` takes seconds (it runs pip, gcc and others) and tells none of what is judged here.
+    `torch.utils.collect_env` takes seconds (it runs pip, gcc and others) and reports nothing that `problems` needs.
     """
     versions: dict[str, str | None] = {"python": platform.python_version(), "pkmlm": __version__}
     for name in (*NEEDED, *OPTIONAL):
@@ -128,14 +128,14 @@ def problems(facts: dict[str, Any]) -> list[dict[str, Any]]:
     elif tuple(map(int, re.findall(r"\d+", versions["torch"])[:2])) < OLDEST_TORCH:
         report(f"torch {versions['torch']} is too old", newer, broken=True)
     elif not torch["cuda"] and Path("/dev/nvidiactl").exists():
-        report(f"a GPU is here, but torch {versions['torch']} cannot use it", "install torch for CUDA: pytorch.org")
+        report(f"there is a GPU, but torch {versions['torch']} cannot use it", "install torch for CUDA: pytorch.org")
     elif torch["kernels_lack"]:
         lacking = " and no ".join(torch["kernels_lack"])
         report(f"the memory's CUDA kernels cannot be built: no {lacking}", "install what is missing", broken=True)
     if not disk["writable"]:
-        report(f"cannot write in {disk['folder']}", "change to a folder of yours, or give full paths")
+        report(f"cannot write to {disk['folder']}", "change to a folder of yours, or give full paths")
     if disk["free_bytes"] < LITTLE_DISK:
-        report(f"{disk['free_bytes'] / GIGA:.1f} GB of disk are free", "make room: checkpoints are large")
+        report(f"{disk['free_bytes'] / GIGA:.1f} GB of disk are free", "free some space: checkpoints are large")
     if here["memory_free_bytes"] is not None and here["memory_free_bytes"] < LITTLE_MEMORY:
         report(f"{here['memory_free_bytes'] / GIGA:.1f} GB of memory are free", "close other programs")
     if here["omp_num_threads"] not in (None, str(here["cores"])):

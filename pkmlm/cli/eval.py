@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "--stride",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Tokens that a window scores, at most the context; with fewer, each has more before it. Default: the context.",
+    help="Tokens that each window scores; fewer give each token more context. At most, and by default, the context.",
 )
 @click.option(
     "--tasks",
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     "--task-data",
     type=PATH,
     metavar="DIR",
-    help="Where DIR/TASK.jsonl holds each task's rows. Default: the hub that lm-eval loads them from.",
+    help="Folder with each task's rows, DIR/TASK.jsonl. Default: the hub that lm-eval loads them from.",
 )
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N documents of each task.")
 @click.option(
@@ -72,8 +72,8 @@ def command(
 
     Perplexity is that of lm-evaluation-harness for rolling tasks: documents never share context, words are split by
     white space, bytes are those of UTF-8. With --tasks it is computed only if --split, --text or --data asks for it.
-    Results are also written to RUN/eval/. RUN may be an exported folder too: nothing is written into it. Under
-    torchrun, processes share the work; the numbers are those of one.
+    Results are also written to RUN/eval/. RUN may also be an exported folder; nothing is written into it. Under
+    torchrun, processes share the work; the numbers are those of a single process.
 
     \b
     Examples:
@@ -95,19 +95,19 @@ def command(
         if options["tasks"] is None:
             for name, value in {**options, "log_samples": log_samples}.items():
                 if value is not None:
-                    raise UserError(f"--{name.replace('_', '-')} goes with --tasks")
+                    raise UserError(f"--{name.replace('_', '-')} requires --tasks")
         elif stride is not None and not choice.explicit:
-            raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
+            raise UserError("--stride requires a perplexity", "with --tasks, also give --split or --text")
         samples = free_file("--log-samples", log_samples, force)
         found = evaluate_run(run_path, step, choice, world, stride=stride, base=base, quiet=quiet, **options)
     if world.rank > 0:
         return
-    try:  # before the output, which nobody may read any more: hours of tasks are not lost with it
+    try:  # before the output, which may have been closed: hours of tasks must not be lost with it
         warn_each(found.keep())
         if samples is not None:
             lines = (json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in found.samples)
             write_text(samples, "".join(lines))
-    finally:  # nor with a disk that is full
+    finally:  # nor with a full disk
         print_result(found.record, as_json)
         warn_each(found.warnings)
 

@@ -24,14 +24,14 @@ from pkmlm.errors import UserError, printable
 @click.option(
     "--table-bits",
     type=click.Choice(["8", "4"]),
-    help="Bits of an entry of the tables of memories or a MemoryFormer, with one scale per row. Default: as --dtype.",
+    help="Bits per entry of the tables of memories or a MemoryFormer, with one scale per row. Default: as --dtype.",
 )
 @force_option
 def command(run_path: str, output: str, step: str, dtype: str, table_bits: str | None, force: bool) -> None:
     """Write RUN's model as a folder that transformers loads.
 
-    The folder holds weights (safetensors), configuration, tokenizer, model card and the model's code, which stands
-    alone. `pkmlm eval`, `generate`, `slots`, `probe` and `usage-report` take such a folder too, in place of a run.
+    The folder holds weights (safetensors), configuration, tokenizer, model card and the model's code, which does not
+    need pkmlm. `pkmlm eval`, `generate`, `slots`, `probe` and `usage-report` also take such a folder in place of a run.
 
     \b
     Examples:

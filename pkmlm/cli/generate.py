@@ -19,7 +19,7 @@ from pkmlm.errors import UserError, printable
     show_default=True,
     metavar="N",
     type=click.IntRange(min=1),
-    help="Most tokens to add.",
+    help="Maximum number of tokens to add.",
 )
 @click.option(
     "--temperature",
@@ -30,7 +30,7 @@ from pkmlm.errors import UserError, printable
     callback=refuse_nan,
     help="Flattens (above 1) or sharpens the choice; 0 takes the most likely token.",
 )
-@click.option("--top-k", metavar="N", type=click.IntRange(min=1), help="Choose among the k most likely tokens.")
+@click.option("--top-k", metavar="N", type=click.IntRange(min=1), help="Choose among the N most likely tokens.")
 @click.option(
     "--top-p",
     metavar="X",
@@ -61,7 +61,7 @@ def command(
 ) -> None:
     """Continue PROMPT with RUN's model, printing as it goes.
 
-    Without PROMPT the text is read from standard input where that is not a terminal; else the model begins a document.
+    Without PROMPT, the text is read from standard input; if that is a terminal, the model begins a document.
 
     \b
     Examples:

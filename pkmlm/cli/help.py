@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-ESCAPED = re.compile(r"\\([\\|`*<\[])")  # in a table of Markdown, see `console.Table`
+ESCAPED = re.compile(r"\\([\\|`*<\[])")  # as `console.Table` escapes a table of Markdown
 MANUAL = Path(__file__).parents[1] / "manual"
 TOPICS = (  # in the order in which a new user needs them
     "data",
@@ -33,7 +33,7 @@ TOPICS = (  # in the order in which a new user needs them
 def command(topic: str | None) -> None:
     """Show the topics of the manual, or the page of one.
 
-    A terminal shows a page formatted, in a pager; anything else gets its text.
+    On a terminal, a page is formatted and shown in a pager; elsewhere, its text is printed.
 
     \b
     Examples:

@@ -1,8 +1,8 @@
 """`pkmlm train --nproc N`: several processes on this machine, by torch's own launcher.
 
-`python -m pkmlm.cli.launch PID ARGUMENTS...` runs a command for the process PID that has started it. When that process
-dies without asking its children to stop (it is killed, say), Linux sends this one SIGTERM, on which training saves a
-checkpoint and ends. Elsewhere the command runs on by itself.
+`python -m pkmlm.cli.launch PID ARGUMENTS...` runs a command for the process PID that has started it. If that process
+dies without asking its children to stop (when it is killed, say), Linux sends this one SIGTERM, and training saves a
+checkpoint and ends. On other systems the command runs on.
 """
 
 import ctypes
@@ -27,28 +27,28 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def launches(processes: int | None) -> bool:
-    """Whether this process is to start the others; False in one that was started, or that is to train alone.
+    """Whether this process starts the others; False if a launcher has started it, or if it trains alone.
 
     Raises:
-        UserError: another launcher has started another number of processes, or the environment is not in order.
+        UserError: a launcher has started another number of processes, or the environment is not valid.
     """
     before = launched_processes()
     if processes is None or processes == before:
         return False
     if before > 1:
         raise UserError(
-            f"--nproc {processes} within a launcher that has started {before} processes",
+            f"--nproc {processes} under a launcher that has started {before} processes",
             "leave --nproc out under torchrun",
         )
-    collective_timeout()  # an error in its setting is told here once, not by each process
+    collective_timeout()  # an error in its setting is reported here once, not by each process
     return True
 
 
 def launch(processes: int, run: str | None) -> int:
-    """Run this command line in so many processes, and return the exit code that they agree on.
+    """Run this command line in several processes, and return the exit code that they agree on.
 
-    Ctrl-C, SIGTERM and SIGHUP go to all of them: they save a checkpoint and end; so they do when this process dies.
-    Where one of them is killed or does not answer, the others are ended, and the run's run.json says which it was.
+    Ctrl-C, SIGTERM and SIGHUP go to all of them: they save a checkpoint and end, as they do if this process dies. If
+    one of them is killed or does not answer, the others are ended, and the run's run.json says which it was.
 
     Raises:
         UserError: a process was killed or did not answer, or this machine has fewer GPUs (exit codes 1, 1 and 2).
@@ -75,7 +75,7 @@ def launch(processes: int, run: str | None) -> int:
         if 0 < torch.cuda.device_count() < processes:
             raise UserError(f"--nproc {processes}: this machine has {torch.cuda.device_count()} GPUs")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
-        logging.disable(logging.ERROR)  # the launcher's own account of failures: they are told here, in one line
+        logging.disable(logging.ERROR)  # the launcher's own account of failures: we report them in one line
         with TemporaryDirectory() as logs, handled(pass_on):
             config = LaunchConfig(
                 min_nodes=1,
@@ -87,7 +87,7 @@ def launch(processes: int, run: str | None) -> int:
                 local_addr="127.0.0.1",
                 max_restarts=0,
                 logs_specs=DefaultLogsSpecs(logs),
-                signals_to_handle="SIGQUIT",  # the others are passed on here, and waited for without a limit
+                signals_to_handle="SIGQUIT",  # we pass on the others, and wait without a limit
             )
             try:
                 elastic_launch(config, sys.executable)("-m", "pkmlm.cli.launch", str(os.getpid()), *sys.argv[1:])
@@ -114,17 +114,17 @@ def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: st
     first, rank = (min(each, key=lambda rank: (each[rank].timestamp, rank)) for each in (failures, killed))
     if killed[rank].timestamp > failures[first].timestamp + 1:
         what = f"did not answer after the end of rank {first} (exit code {failures[first].exitcode}), and was ended"
-        status, why = "failed", "it hung, or somebody has stopped it"
+        status, why = "failed", "it hung, or somebody stopped it"
     else:
         name = signal_name(-killed[rank].exitcode)
         status, what = f"killed ({name})", f"was killed ({name}), and the others were ended"
-        why = "if nobody did it, memory ran out, or a library gave up, as NCCL does where no rank answers in time"
+        why = "if nobody killed it, memory ran out, or a library gave up, as NCCL does if no rank answers in time"
     note_end(run, rank, status)
     raise UserError(f"rank {rank} {what}", f"{why}; the same command resumes from the last checkpoint", exit_code=1)
 
 
 def note_end(run: str | None, rank: int, status: str) -> None:
-    """Say in run.json which process ended all, where there is a run by now and it belongs to no others."""
+    """Say in run.json which process ended all, if there is a run by now and no other process holds it."""
     from pkmlm.runs.directory import RunDirectory
 
     if run is None or not os.path.isdir(run):
@@ -133,13 +133,13 @@ def note_end(run: str | None, rank: int, status: str) -> None:
     with suppress(UserError), directory.locked():
         facts = directory.facts()
         if facts.get("status") in ("running", "failed"):
-            said_why = status == "failed" and facts.get("message")  # another, which failed by itself
+            said_why = status == "failed" and facts.get("message")  # of another rank, which failed by itself
             blamed = {} if said_why else {"rank": rank}
             directory.note(status=status, exit_code=1, step=max(directory.steps(), default=0), **blamed)
 
 
 def main() -> None:
-    """Run a command, unless the process that has started it has died already."""
+    """Run a command, unless the process that started it has already died."""
     from pkmlm.cli import main as command
 
     parent, sys.argv = int(sys.argv[1]), ["pkmlm", *sys.argv[2:]]

@@ -7,7 +7,7 @@ import sys
 
 
 def register() -> None:
-    """Tell lm_eval of the model `pkmlm`, where it does not know it yet."""
+    """Register the model `pkmlm` with lm_eval, unless it is registered already."""
     import lm_eval.models  # noqa: F401 (before ours: lm_eval loads its own models only into an empty registry)
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 
@@ -18,7 +18,7 @@ def register() -> None:
 
 
 def main() -> None:
-    """Hand over to lm_eval; `pkmlm eval` tells of a mistake in the same way."""
+    """Hand over to lm_eval, and report a user's mistake as `pkmlm eval` does."""
     from lm_eval.__main__ import cli_evaluate
 
     from pkmlm.cli import print_error

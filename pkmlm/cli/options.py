@@ -12,7 +12,7 @@ from pkmlm.cli import remember
 from pkmlm.console import FORMATS
 from pkmlm.errors import UserError
 
-PATH = click.Path(readable=False)  # any name, which a shell completes; the commands say what is wrong with one
+PATH = click.Path(readable=False)  # any name, which a shell can complete; the commands check it
 
 
 class RecipePath(click.Path):
@@ -45,7 +45,7 @@ quiet_option = click.option("-q", "--quiet", is_flag=True, callback=remember, he
 
 
 def given(context: click.Context, name: str) -> bool:
-    """Whether the user has set an option, be it to its default."""
+    """Whether the user has set an option, even to its default."""
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
@@ -57,7 +57,7 @@ def unescaped(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 def readable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """A text of the command line, whose bytes are those of its encoding."""
+    """A text of the command line; refuses bytes that are not valid in its encoding."""
     if value is not None and value != value.encode(errors="ignore").decode():
         raise UserError(f"{parameter.human_readable_name} is not in the encoding of the terminal", "write it in UTF-8")
     return value
@@ -88,7 +88,7 @@ plots_option = click.option("--plots", type=PATH, metavar="DIR", help="Also draw
 
 
 def several(kind: click.ParamType) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
-    """What reads distinct values of one kind with commas between them; none where the option is not given."""
+    """A callback that reads distinct values of one kind, separated by commas; none if the option is not given."""
 
     def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[Any, ...]:
         texts = [] if value is None else value.split(",")
@@ -106,7 +106,7 @@ over_option = click.option(
 
 
 def refuse_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """The value of an option, which NaN is not, though it passes any range."""
+    """The value of an option; refuses NaN, which passes any range."""
     if value is not None and math.isnan(value):
         raise click.BadParameter("nan is not a number", context, parameter)
     return value
@@ -141,7 +141,7 @@ base_option = click.option(
     "--base",
     type=PATH,
     metavar="DIR",
-    help="Folder of the pretrained model, if RUN is an attached memory. Default: where it was.",
+    help="Folder of the pretrained model, if RUN is an attached memory. Default: where it was loaded from.",
 )
 force_option = click.option("--force", is_flag=True, help="Overwrite what is there.")
 
@@ -157,8 +157,8 @@ def text_options(command: Callable[..., Any], reads_train: bool = False) -> Call
     """Add the options that choose a text. The command receives them as one argument, `choice`, a TextChoice.
 
     Args:
-        command: to which they are added.
-        reads_train: whether it reads the run's train split beside any text.
+        command: the command to which they are added.
+        reads_train: whether it reads the run's train split besides the text.
     """
 
     @wraps(command)

@@ -14,41 +14,41 @@ def free_file(option: str, path: str | None, force: bool) -> Path | None:
     """The file that an option names.
 
     Raises:
-        UserError: it exists, and `force` was not given, or it can be none; (exit code 1) its folder is read-only.
+        UserError: it exists and `force` was not given, or no file can be there; (exit code 1) its folder is read-only.
     """
     if path is None:
         return None
     file = Path(path)
     if (exists(file) and not file.is_file()) or not file.parent.is_dir():
-        raise UserError(f"{option} {path}: no file can be written there (expected a name in a folder that exists)")
+        raise UserError(f"{option} {path}: no file can be written there (expected a name in an existing folder)")
     refuse_read_only(f"{option} {path}", file.parent)
     if file.exists() and not force:
-        raise UserError(f"{option} {path} exists already", "choose another name, or add --force to overwrite")
+        raise UserError(f"{option} {path} already exists", "choose another name, or add --force to overwrite")
     return file
 
 
 def refuse_read_only(what: str, folder: Path) -> None:
     """Refuse a folder that this user cannot write, before any work."""
     if not os.access(folder, os.W_OK):
-        raise UserError(f"{what}: the folder {folder} cannot be written", exit_code=1)
+        raise UserError(f"{what}: the folder {folder} is not writable", exit_code=1)
 
 
 def refuse_fixed(shown: str, folder: Path) -> None:
-    """Refuse a folder that cannot be replaced by another under its name, before any work.
+    """Refuse, before any work, a folder that cannot be replaced by another of the same name.
 
     Args:
-        shown: as it was given.
-        folder: what it stands for, which need not exist.
+        shown: its name as the user gave it.
+        folder: its real path, which need not exist.
 
     Raises:
-        UserError: it is the working directory or a mount point; (exit code 1) the one that holds it is read-only.
+        UserError: it is the working directory, a mount point or below a file; (exit code 1) its parent is read-only.
     """
     what = "the working directory" if folder == Path.cwd() else "a mount point" if folder.is_mount() else ""
     if what:
         raise UserError(f"-o {shown} is {what} (expected a folder that can be replaced)", "name a folder in it")
     above = next(each for each in folder.parents if exists(each))
     if not above.is_dir():
-        raise UserError(f"-o {shown}: {above} is no folder")
+        raise UserError(f"-o {shown}: {above} is not a folder")
     refuse_read_only(f"-o {shown}", above)
 
 
@@ -56,15 +56,15 @@ def free_folder(path: str | None, force: bool) -> Path | None:
     """The folder for pictures that `--plots` names.
 
     Raises:
-        UserError: there is something in it, and `force` was not given; none is named, but how to draw is; (exit code 1)
-            it cannot be written.
+        UserError: it is a file; it is not empty and `force` was not given; an option for pictures is given without
+            `--plots`; (exit code 1) it is not writable.
     """
     if path is None:
         context = click.get_current_context()
         for name in ("plot_format", "plot_width", "plot_log"):
             if given(context, name):
                 option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} goes with --plots", "name a folder for pictures: --plots DIR")
+                raise UserError(f"{option} requires --plots", "give a folder for pictures: --plots DIR")
         return None
     folder = Path(path)
     if exists(folder) and not folder.is_dir():
@@ -78,7 +78,9 @@ def free_folder(path: str | None, force: bool) -> Path | None:
 
 
 def free_tokens(shown: str, force: bool) -> Path:
-    """The folder to write. What is there is refused before any work; with --force, all but tokens."""
+    """The folder to write. Refuses one that is not empty, before any work; with --force, one that holds anything but
+    tokens.
+    """
     from pkmlm.data.corpus import OWN_FILES
 
     if not shown:
@@ -88,14 +90,14 @@ def free_tokens(shown: str, force: bool) -> Path:
     if not (exists(folder) or folder.is_symlink()):
         return folder
     if not folder.is_dir():
-        what = "a link in a circle" if folder.is_symlink() else "a file"
+        what = "a circular link" if folder.is_symlink() else "a file"
         raise UserError(f"-o {shown} is {what} (expected a folder, or nothing)")
     names = sorted(entry.name for entry in folder.iterdir())
     if names and not force:
-        raise UserError(f"-o {shown} is there already", "name another folder, or replace it with --force")
+        raise UserError(f"-o {shown} already exists", "choose another folder, or replace it with --force")
     if strange := [name for name in names if not OWN_FILES.fullmatch(name)]:
         raise UserError(
             f"-o {shown} holds {strange[0]!r}, which tokenize did not write: it is not replaced",
-            "move it away, or name another folder",
+            "move it away, or choose another folder",
         )
     return folder

@@ -74,7 +74,7 @@ def command(
     If the token's mean keeps all of the gain, the memory is only a second embedding.
 
     The rest of the model was trained with the memory, so zero overstates its worth; --dense shows what a model without
-    it learns. Hash layers are probed by name, those of all blocks together. Results are printed, not stored.
+    it learns. Hash layers of one name are probed in all blocks together. Results are printed, not stored.
 
     \b
     Examples:
@@ -93,13 +93,13 @@ def command(
     run = load_run(run_path, step, base=base)
     twins = [load_run(path, step, base=base if is_attached(Path(path)) else None) for path in twin_paths]
     record, warnings = probe_run(run, twins, choice, fit_tokens, quiet)
-    try:  # files first, so that they are written also if nobody reads the output any more
+    try:  # pictures first: they are drawn even if the output has been closed
         if folder is not None:
             from pkmlm.analysis.plots import Look, draw_probes
 
             drawn = draw_probes(folder, record, Look(plot_format, plot_width))
             say_drawn(len(drawn), folder)
-    finally:  # and the report is printed also if the disk is full
+    finally:  # and the report is printed even if the disk is full
         if as_json:
             click.echo(json.dumps(record, indent=2, allow_nan=False))
         else:

@@ -83,7 +83,7 @@ def show(file: str, overrides: tuple[str, ...]) -> None:
 def list_recipes() -> None:
     """List the recipes and grids that are installed with the package.
 
-    Commands take such a name wherever they take a file: where no file has that name, it is the recipe's.
+    Commands take such a name wherever they take a file. A file of that name takes precedence.
 
     \b
     Examples:
@@ -129,7 +129,7 @@ def keys(format: Format) -> None:
 
 
 def keys_by_section() -> str:
-    """Every key of a recipe as a terminal shows them."""
+    """Every key of a recipe, by section, as a terminal shows them."""
     from pkmlm.recipe.schema import list_keys
 
     sections: dict[str, list[tuple[str, str]]] = {}
@@ -147,7 +147,7 @@ def keys_by_section() -> str:
 def schema() -> None:
     """Print the JSON Schema of recipes: types, ranges, choices, defaults and help of all keys.
 
-    An editor with a YAML language server completes and checks a recipe whose first line names a file of it:
+    An editor with a YAML language server completes and checks a recipe whose first line names a file with the schema:
     `# yaml-language-server: $schema=schema.json`.
 
     \b

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from pkmlm.evaluate.documents import TextChoice
 
 DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
-ENOUGH = 10  # slots whose contexts can be shuffled among them: those of one alone would come back
+ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot would get its own contexts back
 
 
 @click.command()
 @click.argument("run_path", type=PATH, metavar="RUN")
 @prompt_argument
 @click.option("--layer", metavar="L", help="Which memory: 3, or 3:ffn1 where a layer has several. Default: the last.")
-@click.option("--slot", metavar="N", help="One slot: its number, I:J by sub-keys, TABLE:BUCKET of tables.")
+@click.option("--slot", metavar="N", help="One slot: its number, I:J (sub-keys) or TABLE:BUCKET.")
 @text_options
 @click.option(
     "--top",

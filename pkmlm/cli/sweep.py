@@ -88,8 +88,8 @@ def parse_devices(names: str | None, jobs: int | None = None) -> list[str]:
     """The GPUs of --device.
 
     Raises:
-        UserError: one is no name of a GPU, with which torch would train on the CPU without a word; or named twice; or
-            there are fewer than jobs.
+        UserError: a name is not a GPU's (torch would silently train on the CPU) or is given twice; or there are fewer
+            GPUs than jobs.
     """
     found = [] if names is None else names.split(",")
     for place, name in enumerate(found):
@@ -97,5 +97,7 @@ def parse_devices(names: str | None, jobs: int | None = None) -> list[str]:
             what = f"{name} twice" if name in found[:place] else name or "nothing"
             raise UserError(f"--device {names}: found {what} (expected GPUs, each once)", "for example --device 0,1")
     if found and (jobs or 0) > len(found):
-        raise UserError(f"--jobs {jobs}: found {len(found)} devices (expected one a job)", "name more, or lower it")
+        raise UserError(
+            f"--jobs {jobs}: found {len(found)} devices (expected one per job)", "name more devices, or lower --jobs"
+        )
     return found

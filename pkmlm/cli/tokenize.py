@@ -24,8 +24,8 @@ PERCENTAGE = re.compile(r"(\d+\.?\d*|\.\d+)\s*(%?)", re.ASCII)
 
 
 class TokenizeCommand(click.Command):
-    """Lets `--valid` and `--test` take all files up to the next option, as a shell's glob gives them: a file that is to
-    measure a model never becomes one that it learns from."""
+    """Lets `--valid` and `--test` take all files up to the next option, as a shell's glob gives them, so that no file
+    that is meant to measure a model is trained on."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -35,7 +35,7 @@ class TokenizeCommand(click.Command):
                 spread += [option, word] if option else [word]
                 files += 1
                 continue
-            if option and not files and not ctx.resilient_parsing:  # else a shell asks what could follow
+            if option and not files and not ctx.resilient_parsing:  # not while a shell completes the line
                 raise click.UsageError(f"Option '{option}' requires a file.", ctx)
             name, _, value = word.partition("=")
             option, files = (name if name in TAKE_ALL else ""), int(bool(value))
@@ -49,12 +49,12 @@ def parse_part(context: click.Context, parameter: click.Parameter, value: str | 
         return None
     numbers = re.fullmatch(r"0*(\d{1,5})/0*(\d{1,5})", value, re.ASCII)
     if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        raise click.BadParameter(f"found {printable(value)!r} (expected I/N with 1 <= I <= N, as 2/8)")
+        raise click.BadParameter(f"found {printable(value)!r} (expected I/N with 1 <= I <= N, such as 2/8)")
     return int(numbers[1]), int(numbers[2])
 
 
 def held_out(context: click.Context) -> dict[str, float]:
-    """The percentage of the documents of TRAIN that --valid and --test name instead of files."""
+    """The percentages of TRAIN's documents that --valid and --test give instead of files, by split."""
     found: dict[str, float] = {}
     for split in ("valid", "test"):
         for word in context.params[split]:
@@ -100,13 +100,13 @@ def held_out(context: click.Context) -> dict[str, float]:
     "model",
     type=click.Path(readable=False, path_type=Path),
     metavar="FILE",
-    help="Use this SentencePiece model, or this tokenizer.json of a byte-level BPE, and learn none.",
+    help="Use this SentencePiece model, or this tokenizer.json of a byte-level BPE; learn none.",
 )
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
 @field_option
 @separator_option
 @click.option("--shard", metavar="I/N", callback=parse_part, help="Encode part I of N; needs --tokenizer.")
-@click.option("--join", "joins", is_flag=True, help="Join the folders TRAIN, which are all N parts.")
+@click.option("--join", "joins", is_flag=True, help="Join the folders TRAIN, which must be all N parts.")
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")
 @quiet_option
@@ -140,8 +140,8 @@ def command(
     With a percentage, --valid and --test hold out documents of TRAIN, chosen by a hash of their text: the choice does
     not depend on other documents, and copies of a document stay together.
 
-    Several machines can share the work: each encodes a part, and one of them joins the parts to the same DIR, byte for
-    byte. Give every machine the same files. A part takes whole files, so TRAIN needs at least N of them.
+    Several machines can share the work: each encodes a part, and one of them joins the parts. DIR is then the same,
+    byte for byte. Give every machine the same files. A part takes complete files, so TRAIN needs at least N of them.
 
     \b
     Examples:
@@ -210,7 +210,7 @@ def print_result(
     Args:
         output, index: the folder, and the index that was written.
         seconds: the time that each split took, and `LEARNING`, if a tokenizer was learnt.
-        part: which part was written, of how many; None: the whole.
+        part: which part was written, of how many; None: everything.
     """
     from pkmlm.data.shards import LEARNING
 

@@ -27,7 +27,7 @@ from pkmlm.errors import UserError
 @click.option(
     "--verify",
     is_flag=True,
-    help="Check every byte of the tokens first, not each block when it is first read.",
+    help="Check every byte of the tokens at the start, instead of each block when it is first read.",
 )
 @click.option("--nproc", type=click.IntRange(1, 1024), metavar="N", help="Train in N processes on this machine.")
 @quiet_option
@@ -63,7 +63,7 @@ def command(
     if not output and not dry:
         raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
     if not output and resume != "auto":
-        raise UserError(f"--resume {resume} goes with a run directory", "add -o RUN")
+        raise UserError(f"--resume {resume} is given without a run directory", "add -o RUN")
     if launching:
         return launch(nproc or 1, output)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="S,...",
     callback=several(click.STRING),
-    help="Which checkpoint of each run, latest, best or a number; or several side by side.",
+    help="Which checkpoint of each run: latest, best or a number; or several, side by side.",
 )
 @format_option
 @plots_option
@@ -99,8 +99,8 @@ def command(
 
     Usage is the share of slots read at all; KL is the distance from uniform reading, in nats; both are shown with the
     values for the same reads at random slots. Mass sums the weights of reads, count counts them. Results are kept in
-    RUN/usage/, so that the same report comes without a pass over the text the next time. Under torchrun, processes
-    share the pass (not that of --html); the numbers are those of one.
+    RUN/usage/, so that the same report needs no pass over the text the next time. Under torchrun, processes share the
+    pass (except that of --html); the numbers are those of a single process.
 
     \b
     Examples:
@@ -120,7 +120,7 @@ def command(
     from pkmlm.export.config import is_attached
     from pkmlm.runs.directory import RunDirectory
 
-    world: World | None = None  # without a launcher: a report that is kept needs no torch
+    world: World | None = None  # None without a launcher: a stored report needs no torch
     with ExitStack() as stack:
         if launched_processes() > 1:
             from pkmlm.distributed import init_distributed
@@ -132,19 +132,19 @@ def command(
         if export_file is not None and several_reports:
             raise UserError("--export takes one run at one step", "write a file for each")
         if base is not None and (others := [name for name, run in runs.items() if not is_attached(run.path)]):
-            raise UserError(f"--base goes with an attached memory, and {others[0]} is none", "leave it out")
+            raise UserError(f"--base requires an attached memory, and {others[0]} is not one", "leave it out")
         if background_file is None:
             context = click.get_current_context()
             for name in ("batches", "batch_tokens"):
                 if given(context, name):
-                    raise UserError(f"--{name.replace('_', '-')} goes with --background", "add --background FILE")
+                    raise UserError(f"--{name.replace('_', '-')} requires --background", "add --background FILE")
         elif several_reports or any((plots, html, export_file)):
             raise UserError("--background takes one run at one step, and no --plots, --html or --export")
         folder, page = free_folder(plots, force), free_file("--html", html, force)
         arrays = free_file("--export", export_file, force)
         background = free_file("--background", background_file, force)
         if page is not None and page == arrays:
-            raise UserError(f"--html and --export name one file, {page}", "name two")
+            raise UserError(f"--html and --export name the same file, {page}", "name two files")
         if background is not None:
             run = RunDirectory.existing(run_paths[0])
             counted = count_background(run, steps[0], choice, batches, batch_tokens, quiet, world)
@@ -161,9 +161,9 @@ def command(
     if world and world.rank > 0:
         return
     entries = [report.entry for report in reports]
-    if folder is not None or page is not None:  # which show the run's log, too
+    if folder is not None or page is not None:  # these also show the run's log
         warn_each(text for run in runs.values() for text in run.alterations())
-    try:  # files first, so that they are written also if nobody reads the output any more
+    try:  # files first: they are written even if the output has been closed
         if folder is not None:
             from pkmlm.analysis.plots import Look, draw_usage
 
@@ -178,7 +178,7 @@ def command(
             click.echo(f"the page is {printable(str(page))} ({page.stat().st_size / 1e6:.1f} MB)", err=True)
         if arrays is not None:
             export_usage(arrays, reports[0])
-    finally:  # and the report is printed also if the disk is full
+    finally:  # and the report is printed even if the disk is full
         if format == "json":
             click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
         else:

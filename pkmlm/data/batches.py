@@ -13,7 +13,7 @@ from pkmlm.data.corpus import Corpus
 from pkmlm.recipe.schema import Recipe
 from pkmlm.seeds import derived_seed
 
-IGNORED = -100  # a target that is not scored: torch's own mark; the loss leaves out all negative ones
+IGNORED = -100  # marks a target that is not scored, as in torch; the loss ignores every negative target
 ROUNDS = 6
 
 
@@ -28,14 +28,14 @@ class Batches:
     The corpus is one stream of tokens, every document followed by the end-of-document token, cut into pieces of
     `context` targets; the input of a piece is the token before it and all of the piece but its last token. The
     stream's first input is the end-of-document token, so every document starts after one. The stream's last piece may
-    be short: its input goes on at the start of the corpus, and those targets are not scored. Each token is thus scored
-    once an epoch.
+    be short: its input continues at the start of the corpus, and those targets are not scored. Each token is thus
+    scored once an epoch.
 
     Args:
         corpus: the training split.
-        context: tokens a sequence.
-        sequences: sequences a global batch.
-        seed: of the order.
+        context: tokens per sequence.
+        sequences: sequences per global batch.
+        seed: determines the order.
     """
 
     def __init__(self, corpus: Corpus, context: int, sequences: int, seed: int):
@@ -44,11 +44,11 @@ class Batches:
 
     @classmethod
     def of(cls, corpus: Corpus, recipe: Recipe) -> "Batches":
-        """Those that a recipe asks for."""
+        """The batches that a recipe asks for."""
         return cls(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
 
     def scored(self, step: int) -> int:
-        """Targets that count in the global batch of `step` (from 1)."""
+        """The number of scored targets in the global batch of `step` (from 1)."""
         last = self.corpus.tokens - (self.pieces - 1) * self.context
         missing = self.context - last
         return self.batch * self.context - missing * int((self._numbers(step, 0, self.batch) == self.pieces - 1).sum())
@@ -56,8 +56,8 @@ class Batches:
     def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
         """Micro-batch `index` (from 0) of global batch `step` (from 1) for one rank; int64 on the CPU.
 
-        Over all ranks, a micro-batch is a run of size * world sequences of the global batch: the same for every pair of
-        (size, world) with the same product.
+        Over all ranks, a micro-batch is size * world consecutive sequences of the global batch: the same for every pair
+        of (size, world) with the same product.
         """
         first = (index * world + rank) * size
         pieces = [self._piece(int(number)) for number in self._numbers(step, first, size)]
@@ -77,7 +77,7 @@ class Batches:
         return stream[: self.context], targets
 
     def _numbers(self, step: int, first: int, size: int) -> np.ndarray:
-        """`size` pieces of a global batch, in order, from its sequence `first` on."""
+        """The piece numbers of `size` sequences of a global batch, in order, from sequence `first` on."""
         start = (step - 1) * self.batch + first
         drawn = np.arange(start, start + size)
         epochs, positions = drawn // self.pieces, drawn % self.pieces
@@ -92,8 +92,8 @@ class Batches:
 def permute(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
     """Where a pseudo-random permutation of range(size) sends `positions`; computed, not stored.
 
-    A Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside (at most
-    four times as many values as needed, so a few steps on average).
+    A Feistel network over the smallest even number of bits that holds `size` values, repeated until the result is below
+    `size` (at most four times as many values as needed, so a few rounds on average).
     """
     half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -110,7 +110,7 @@ def permute(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser: every input bit moves every output bit."""
+    """splitmix64's finaliser: every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""A byte-level BPE in a tokenizer.json of the library `tokenizers`, as GPT-2 and Pythia have one."""
+"""A byte-level BPE, such as GPT-2's or Pythia's, from a tokenizer.json of the library `tokenizers`."""
 
 import json
 import re
@@ -18,8 +18,8 @@ from pkmlm.runs.directory import BYTE_LEVEL_FILE
 from pkmlm.runs.files import check_json
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what tokenizers call the end of a text
-HINT = "use a byte-level BPE as GPT-2's, or leave --tokenizer out to learn a tokenizer"
-# How vocabularies write bytes: those of printable Latin-1 as that character, the others as U+0100, U+0101, ...
+HINT = "use a byte-level BPE such as GPT-2's, or leave out --tokenizer to learn one"
+# How vocabularies write bytes: those that are printable in Latin-1 as that character, the others as U+0100, U+0101, ...
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 LETTERS = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
@@ -41,17 +41,17 @@ class BPE(TypedDict):
 
 
 class File(TypedDict):
-    """What is read of a tokenizer.json beside the library, which checks the rest."""
+    """The keys of a tokenizer.json that are checked here; the library checks the rest."""
 
     added_tokens: list[AddedToken]
     model: BPE
 
 
 class ByteLevelBPE:
-    """A byte-level BPE, as `Tokenizer` uses it (which says what the attributes and methods are).
+    """A byte-level BPE, as used by `Tokenizer`, which documents the attributes and methods.
 
-    `model_bytes` is the file without what would change text or its ids by chance (the normalizer NFC, truncation,
-    padding, dropout), and with a template that puts `eos` before a text. A special token's name in a text is text.
+    `model_bytes` is the file without what would change a text or its ids (an NFC normalizer, truncation, padding,
+    dropout), and with a template that puts `eos` before a text. The name of a special token in a text is plain text.
     """
 
     file = BYTE_LEVEL_FILE
@@ -60,11 +60,11 @@ class ByteLevelBPE:
     unknown = -1
 
     def __init__(self, model_bytes: bytes, name: str):
-        """Load a tokenizer, see `Tokenizer`.
+        """Load a tokenizer; see `Tokenizer`.
 
         Raises:
-            UserError: it is no tokenizer.json; it is of another kind, changes text, cannot spell every byte or loses
-                its own added tokens; it has no token to end a text with.
+            UserError: the file is not a tokenizer.json; or the tokenizer is of another kind, changes text, cannot spell
+                every byte, loses its own added tokens or has no token to end a text with.
         """
         self.name = name
         try:
@@ -76,7 +76,7 @@ class ByteLevelBPE:
         end = end_of(spec["added_tokens"], name)
         self.model_bytes = settled(spec, end)
         self._backend = self._parse(self.model_bytes)
-        # What was written here is kept as it is: its digest must not depend on how a later library writes it.
+        # A file that this class wrote is kept as it is: its digest must not depend on how a later library writes it.
         if self.model_bytes != model_bytes:
             self.model_bytes = settled(json.loads(self._backend.to_str()), end)
         vocabulary, added = self._backend.get_vocab(), self._backend.get_added_tokens_decoder()
@@ -120,7 +120,7 @@ class ByteLevelBPE:
         return STRAY_BYTE.sub(lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", text)
 
     def _ids(self, text: str) -> np.ndarray:
-        """The ids of a text, whose bytes are compared with it."""
+        """The ids of a text, checked to decode to the same bytes."""
         with library_errors(f"{self.name} cannot encode {text[:20]!a}"):
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         given, kept = text.encode(), b"".join(map(self._spelt.__getitem__, encoding.ids))
@@ -128,7 +128,7 @@ class ByteLevelBPE:
             same = next((i for i, (a, b) in enumerate(zip(given, kept, strict=False)) if a != b), len(kept))
             place = max(0, same - 8)
             shown = ascii(given[place : place + 40].decode("utf-8", "ignore"))
-            raise UserError(f"{self.name} is lossy: {shown} does not come back from decoding", HINT)
+            raise UserError(f"{self.name} is lossy: {shown} is not restored by decoding", HINT)
         return np.array(encoding.ids, np.int32)
 
     def _parse(self, content: bytes) -> Any:
@@ -151,12 +151,12 @@ def check_kind(spec: Mapping[str, Any], name: str) -> None:
     model = spec.get("model")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if isinstance(model, dict) and model.get(key):
-            raise UserError(f"{name} is lossy: its {key} is no text", HINT)
+            raise UserError(f"{name} is lossy: its {key} is not part of the text", HINT)
 
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turn the library's errors, which are of no class of its own, and its panics into one line."""
+    """Turn the library's errors (it has no exception class of its own) and panics into one line."""
     try:
         yield
     except BaseException as error:
@@ -166,7 +166,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def kinds(part: Any) -> list[str]:
-    """The types of a part of a tokenizer, or of those that it is a sequence of."""
+    """The type of a part of a tokenizer; for a Sequence, the types of its members."""
     if not isinstance(part, dict):
         return []
     if part.get("type") != "Sequence":
@@ -175,7 +175,7 @@ def kinds(part: Any) -> list[str]:
 
 
 def end_of(tokens: Sequence[AddedToken], name: str) -> str:
-    """The special token that ends a text: one of the usual names, or the only one there is.
+    """The special token that ends a text: one with a usual name, or the only special token.
 
     Raises:
         UserError: there is none.
@@ -191,7 +191,7 @@ def end_of(tokens: Sequence[AddedToken], name: str) -> str:
 
 
 def settled(spec: Mapping[str, Any], end: str) -> bytes:
-    """The file of a tokenizer that changes no text and puts `end` before it, always written in the same way."""
+    """The tokenizer.json of a tokenizer that changes no text and puts `end` before it, always written the same way."""
     place = next(token["id"] for token in spec["added_tokens"] if token["content"] == end)
     first, text = {"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     template = {

@@ -1,7 +1,7 @@
-"""A folder of tokens: what it says about itself, and reading it, mapped into memory and checked block by block.
+"""A folder of tokens: its index, and its files, which are mapped into memory and checked block by block.
 
-`index.json` (of a part of a corpus `part.json`) is written last and checked first. Beside it are the tokenizer
-(`tokenizer.model` or `tokenizer.json`), and for each split
+`index.json` (`part.json` for a part of a corpus) is written last and checked first. Beside it are the tokenizer
+(`tokenizer.model` or `tokenizer.json`) and, for each split,
   SPLIT-00000.bin ...  token ids, little-endian, each document followed by `eos`;
   SPLIT.documents      little-endian int64: where each document begins, then the number of tokens;
   SPLIT.hashes         sha256 digests (32 bytes) of every 256 KiB of the shards, then of SPLIT.documents.
@@ -73,7 +73,7 @@ class Split:
 class Index:
     """The content of `index.json`, except for its format and its own sha256.
 
-    `held_out` is the percentage of the documents of train's sources that a split was given; it has none of its own.
+    `held_out` is the percentage of the documents of train's sources that each split without its own sources was given.
     """
 
     dtype: Literal["uint16", "uint32"]
@@ -86,7 +86,7 @@ class Index:
 
     @property
     def sha256(self) -> str:
-        """The sha256 of this index, and through its hashes of every token: the identity of the corpus."""
+        """The sha256 of this index and, through the hashes in it, of every token: the identity of the corpus."""
         return sha256_of_record(self)
 
     def write(self, folder: Path) -> None:
@@ -107,10 +107,10 @@ class Part:
     """The content of `part.json`, which replaces `index.json` in a folder with one part of a corpus.
 
     Attributes:
-        part, parts: which it is, from 1, of how many.
+        part, parts: its number, from 1, and the number of parts.
         field: the key or column that was read.
         files: all files of each split of the corpus, in order; the same in all parts.
-        index: of the tokens of this part; its sources are the files that this part encodes.
+        index: the index of this part's tokens; its sources are the files that this part encodes.
     """
 
     part: Count
@@ -121,7 +121,7 @@ class Part:
 
     @property
     def identity(self) -> dict[str, object]:
-        """What all parts of a corpus have in common, by names for errors."""
+        """What all parts of a corpus have in common, by the names that errors use."""
         common = {
             "number of parts": self.parts,
             "tokenizer": self.index.tokenizer_sha256[:16],
@@ -154,7 +154,7 @@ def read_index(folder: Path) -> Index:
     if not path.exists():
         if (folder / PART).exists():
             raise UserError(
-                f"{folder} is one part of a corpus (expected the whole)", "join its parts: pkmlm tokenize --join"
+                f"{folder} is one part of a corpus (expected all of it)", "join its parts: pkmlm tokenize --join"
             )
         raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
     index = read_stamped(path, Index, FORMAT)
@@ -180,7 +180,7 @@ def read_part(folder: Path) -> Part:
 
 
 def values_of(record: Any) -> dict[str, Any]:
-    """The values of a dataclass, without `held_out` where nothing was: indexes were once written without it."""
+    """The values of a dataclass, without an empty `held_out`: older indexes were written without it."""
     return asdict(record, dict_factory=lambda pairs: {key: each for key, each in pairs if key != "held_out" or each})
 
 
@@ -212,7 +212,7 @@ def read_stamped(path: Path, kind: type[Record], form: str) -> Record:
         where = ".".join(map(str, first["loc"])) or "content"
         raise damaged(path, f"{where}: {first['msg']} (found {str(first['input'])[:40]!r})") from None
     if read_bytes(path) != json_text(stamped(record, form)).encode():
-        raise damaged(path, "it is not as it was written")
+        raise damaged(path, "it differs from what was written")
     return record
 
 
@@ -225,23 +225,23 @@ def damaged(path: Path, what: str) -> UserError:
 
 
 class Corpus:
-    """One split of a tokenized corpus: a stream of `tokens` ids in which `eos` follows each of `documents`.
+    """One split of a tokenized corpus: a stream of `tokens` ids in which `eos` follows each of the `documents`.
 
     Attributes:
-        tokens, documents: how many; `tokens` counts each `eos`.
-        words, bytes: of the text, as lm-eval counts words and in UTF-8.
+        tokens, documents: their numbers; `tokens` includes each `eos`.
+        words, bytes: of the text: words as lm-eval counts them, bytes in UTF-8.
         eos, vocab_size, tokenizer_sha256: of the tokenizer.
         splits: the names of all splits of the corpus.
-        sha256: of this split's tokens and where its documents begin: its identity, whatever its sources were called.
+        sha256: of this split's tokens and of where its documents begin: its identity, whatever its sources are called.
         hashes: the `sha256` of the splits "train" and "valid" (if there is one), and under "tokenizer" the tokenizer's:
             all that training depends on.
     """
 
     def __init__(self, folder: str | Path, split: str):
-        """Open a split: sizes and the list of hashes are checked, tokens are not yet read.
+        """Open a split: check its sizes and its list of hashes, but do not read tokens yet.
 
         Args:
-            folder: what `pkmlm tokenize -o` wrote.
+            folder: a folder that `pkmlm tokenize -o` wrote.
             split: "train", "valid" or "test".
 
         Raises:
@@ -274,7 +274,7 @@ class Corpus:
         self._starts = np.cumsum([0, *(file.size for file in self._files[:-1])])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The ids from `start` up to `stop`: int64, (stop - start,), the caller's to change.
+        """The ids from `start` up to `stop`: int64, (stop - start,); the caller may change the array.
 
         Raises:
             IndexError: they are not all in the corpus.
@@ -313,7 +313,7 @@ class Corpus:
         """Read and check all tokens.
 
         Raises:
-            UserError: something is damaged; it is named.
+            UserError: a file is damaged; the message names it.
         """
         for file in [*self._files, self._documents]:
             file.read(0, file.size)
@@ -323,11 +323,11 @@ class CheckedFile:
     """A file of numbers, mapped into memory; each 256 KiB is checked against its sha256 when first read."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], size: int, digests: bytes):
-        """Map the file, which must hold exactly `size` numbers; `digests` are of its blocks."""
+        """Map the file, which must hold exactly `size` numbers; `digests` are those of its blocks."""
         expected = size * dtype.itemsize
         with read_errors(path):
             found = size_of(path)
-        if found != expected:  # reading a map of it would kill the process
+        if found != expected:  # reading such a map would kill the process
             what = "the file is missing" if found is None else f"it has {found:,} bytes"
             raise damaged(path, f"{what} (expected {expected:,} bytes)")
         self.path = path
@@ -382,7 +382,7 @@ def open_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
-    """Read a whole file, whose sha256 is in the index."""
+    """Read a file and check it against its sha256 in the index."""
     with read_errors(path):
         data = read_bytes(path)
     found = hashlib.sha256(data).hexdigest()
@@ -395,8 +395,8 @@ def open_tokenizer(folder: str | Path, index: Index | None = None) -> Tokenizer:
     """The tokenizer of a corpus.
 
     Args:
-        folder: what `pkmlm tokenize` wrote.
-        index: its index; None: the one in the folder.
+        folder: a folder that `pkmlm tokenize` wrote.
+        index: its index; None: read it from the folder.
 
     Raises:
         UserError: it is missing, or is not the one that made the tokens.

@@ -1,4 +1,4 @@
-"""Join the parts of a corpus that several machines have encoded into what one machine would have written."""
+"""Join the parts of a corpus, encoded by several machines, into what one machine would have written."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,21 +23,21 @@ def join_parts(
 ) -> Index:
     """Join all parts of a corpus into a new folder: byte for byte what `write_corpus` makes of the same files.
 
-    The text is not needed. The tokens are read once, checked against their hashes, and written once; the parts stay.
+    The text is not needed. The tokens are read once, checked against their hashes and written once; the parts are kept.
 
     Args:
         folder: where to write.
         places: the folders of the parts, in any order.
-        replace: whether a folder that is not empty is replaced, once the new one is whole.
-        progress: called with a split, the bytes of its tokens that have been read, and all of them.
+        replace: whether to replace a folder that is not empty, once the new one is complete.
+        progress: called with a split, the bytes of its tokens read so far, and their total.
         warn: called with each warning about the documents.
 
     Raises:
         UserError: a part is missing, damaged, given twice, or of another corpus or tokenizer; there is no text; the new
-            folder is one of the parts, or is there already; (exit code 1) no room.
+            folder is one of the parts, or already exists; (exit code 1) the disk is full.
     """
     if os.path.realpath(folder) in map(os.path.realpath, places):
-        raise UserError(f"-o {folder} is one of the parts to join (expected another folder)", "the parts stay")
+        raise UserError(f"-o {folder} is one of the parts to join (expected another folder)", "choose another -o")
     parts = read_parts(places)
     first = parts[0][1].index
     tokenizer = open_tokenizer(parts[0][0], first)
@@ -67,9 +67,9 @@ def read_parts(places: Sequence[Path]) -> list[tuple[Path, Part]]:
         for name in {**expected, **found}:
             if found.get(name) != expected.get(name):
                 what = f"its {name} is {found.get(name, 'missing')} (expected {expected.get(name, 'none')})"
-                raise UserError(f"{place} is no part of the same corpus as {places[0]}: {what}")
+                raise UserError(f"{place} is not a part of the same corpus as {places[0]}: {what}")
         if part.part in parts:
-            raise UserError(f"part {part.part} of {part.parts} is there twice: {parts[part.part][0]} and {place}")
+            raise UserError(f"part {part.part} of {part.parts} is given twice: {parts[part.part][0]} and {place}")
         parts[part.part] = place, part
     if missing := [str(number) for number in range(1, first.parts + 1) if number not in parts]:
         some = f"{'s' * (len(missing) > 1)} {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"

@@ -1,4 +1,4 @@
-"""Documents that two splits of a corpus share: what a model has seen in training measures nothing."""
+"""Documents that two splits of a corpus share: a score on text seen in training means nothing."""
 
 import hashlib
 from collections import Counter
@@ -12,12 +12,12 @@ from pkmlm.data.corpus import Corpus, read_index
 from pkmlm.data.tokenizer import Tokenizer
 
 LEAST = 16  # tokens: shorter documents ("Yes.", a heading) repeat by nature
-RUN = 1 << 17  # tokens that are read at a time
+RUN = 1 << 17  # tokens read at a time
 GROUP = 1 << 16  # documents whose places are read at a time
 
 
 def overlap_warnings(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    """A line for each two splits that share documents."""
+    """A warning for each pair of splits that share documents."""
     warnings = []
     for earlier, later, shared, documents in overlaps(folder, tokenizer):
         if shared:
@@ -41,10 +41,10 @@ def overlaps(folder: Path, tokenizer: Tokenizer) -> list[Overlap]:
 
     Whole documents are compared, by hashes of 128 bits (BLAKE2b) of their tokens, which are equal if and only if the
     texts are: the tokenizer loses nothing. One newline at either end is left out, as the last document of a file often
-    has one more than the same document elsewhere. Documents that differ in anything else are not the same.
+    has one more than the same document elsewhere. Documents that differ in any other way are not the same.
 
-    Memory holds the hashes of valid and test, not of train: of train, documents that are as long as one of these are
-    read again, once, and hashed.
+    Memory holds the hashes of valid and test, not of train: there, only documents that may be as long as one of these
+    are read, once, and hashed.
     """
     ids = tokenizer.encode("\n")
     newline = ids[0] if len(ids) == 1 else -1
@@ -77,7 +77,7 @@ def document_hashes(
 
     Args:
         newline: the id of a newline; -1: there is none.
-        lengths: leave out documents whose length is not one of these; None: leave out none.
+        lengths: skip documents that cannot have one of these lengths; None: skip none.
     """
     begin, buffer = 0, corpus.read(0, 0)
 

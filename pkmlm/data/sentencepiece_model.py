@@ -22,7 +22,7 @@ VOCABULARY = 8192  # ids, by default
 LEAST_VOCABULARY = 261  # bytes, the unknown and the end token, a newline, a space, a character
 SAMPLE = 32 << 20  # bytes of text to learn from
 HINT = "use a tokenizer that `pkmlm tokenize` learns"
-SEED = 0  # of the random choice of that text
+SEED = 0  # of the random choice of the text to learn from
 LEARNING: dict[str, Any] = {
     "normalization_rule_name": "identity",
     "remove_extra_whitespaces": False,
@@ -44,19 +44,19 @@ LEARNING: dict[str, Any] = {
 
 
 class SentencePieceModel:
-    """A SentencePiece model, as `Tokenizer` uses it (which says what the attributes and methods are)."""
+    """A SentencePiece model, as used by `Tokenizer`, which documents the attributes and methods."""
 
     file = SENTENCEPIECE_FILE
     package = "sentencepiece"
     cuts = AT_LINES
-    # Of an export; the code of the class comes with it.
+    # For an export, which includes the code of the class.
     transformers_config: ClassVar[dict[str, Any]] = {
         "auto_map": {"AutoTokenizer": ["tokenization_pkmlm.PkmlmTokenizer", None]},
         "tokenizer_class": "PkmlmTokenizer",
     }
 
     def __init__(self, model_bytes: bytes, name: str):
-        """Load a model, see `Tokenizer`.
+        """Load a model; see `Tokenizer`.
 
         Raises:
             UserError: it is not a SentencePiece model, has no token to end a document with, or cannot spell every text.
@@ -65,7 +65,7 @@ class SentencePieceModel:
             if not model_bytes:
                 raise RuntimeError("no data")
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
-        except (RuntimeError, UnicodeDecodeError):  # the second where its message quotes damaged bytes
+        except (RuntimeError, UnicodeDecodeError):  # the latter where the library's message quotes damaged bytes
             raise UserError(f"{name} is not a SentencePiece model or a tokenizer.json, or is damaged") from None
         self.model_bytes = model_bytes
         self.size = int(self._processor.vocab_size())
@@ -80,7 +80,7 @@ class SentencePieceModel:
 
     def encode(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         encoded: list[np.ndarray]
-        if len(texts) == 1:  # a list starts a thread, which takes 50 times as long as a short text
+        if len(texts) == 1:  # encoding a list starts a thread, which takes 50 times as long as a short text
             encoded = [self._processor.encode(texts[0], return_type="numpy")]
         else:
             encoded = self._processor.encode(texts, num_threads=threads, return_type="numpy")
@@ -106,7 +106,7 @@ class SentencePieceModel:
 
 
 def learn(texts: Iterable[str], vocab_size: int | None, model_type: str) -> bytes:
-    """The content of a model's file, see `Tokenizer.learn`."""
+    """The content of a learnt model's file; see `Tokenizer.learn`."""
     chunks, size = sampled(texts, SAMPLE), vocab_size or VOCABULARY
 
     def train(sentences: Iterable[str], **changes: Any) -> bytes:
@@ -119,7 +119,7 @@ def learn(texts: Iterable[str], vocab_size: int | None, model_type: str) -> byte
     except RuntimeError as error:
         message, room = str(error), size - LEAST_VOCABULARY
     if "required_chars" in message and room >= 0:
-        for count in (1 + room * 3 // 4, 1 + room):  # all of it where too little else repeats
+        for count in (1 + room * 3 // 4, 1 + room):  # all of the room where too few longer pieces repeat
             try:
                 return train(frequent_characters(chunks, count), character_coverage=1.0)
             except RuntimeError as error:
@@ -146,7 +146,7 @@ def sampled(texts: Iterable[str], limit: int) -> list[str]:
 
 
 def frequent_characters(texts: Sequence[str], count: int) -> Iterator[str]:
-    """The texts with a newline, which no piece goes beyond, for all but the `count` most frequent characters."""
+    """The texts with their `count` most frequent characters; a newline, which no piece crosses, replaces the others."""
     found = Counter(itertools.chain.from_iterable(texts))
     for character in ("\n", " ", RESERVED):
         found.pop(character, None)
@@ -167,6 +167,6 @@ def learning_error(message: str, vocab_size: int | None) -> UserError:
     if "required_chars" in message:
         return UserError(f"{size} is too small (256 bytes and a few characters need {LEAST_VOCABULARY})")
     if "sentences_.empty()" in message or "all_chars_count" in message:
-        hint = "give more text, or --tokenizer FILE with one that has been learnt before"
+        hint = "give more text, or an existing tokenizer with --tokenizer FILE"
         return UserError("the training text is too small to learn a tokenizer from", hint)
     return UserError(f"SentencePiece cannot learn a tokenizer: {message}")

@@ -39,7 +39,7 @@ BATCH_CHARACTERS = 1 << 20
 BATCH_CHUNKS = 1 << 13
 LEARNING = "tokenizer"  # the stage of `tokenize` that learns one; the other stages are the splits
 
-Progress = Callable[[str, int, int | None], None]  # of a stage, the bytes done and (if they are known) all bytes
+Progress = Callable[[str, int, int | None], None]  # takes a stage, the bytes done and, if known, their total
 Warn = Callable[[str], None]
 
 
@@ -48,13 +48,12 @@ class Encoding:
     """How text becomes tokens.
 
     Attributes:
-        tokenizer: what encodes it.
+        tokenizer: the tokenizer that encodes it.
         separator, field: where the text and its documents are; see `read_chunks`.
-        held_out: the percentage of the documents of the training sources that each split takes which has none of its
-            own.
+        held_out: the percentage of the documents of the training sources that each split without its own sources takes.
         jobs: threads that encode.
-        progress: called with a split, the bytes of its sources that have been read, and all of them; at least before
-            and after each split.
+        progress: called with a split, the bytes of its sources read so far, and their total; at least before and after
+            each split.
     """
 
     tokenizer: Tokenizer
@@ -86,29 +85,29 @@ def tokenize(
 
     Args:
         folder: where to write; see `write_corpus`.
-        files: the files, globs or `-` of each split; those without any are left out.
-        held_out: see `Encoding`; splits that are not in `files`.
+        files: the files, globs or `-` of each split; splits without any are left out.
+        held_out: see `Encoding`; its splits are not in `files`.
         model: the file of a tokenizer; None: learn one, of `vocab_size` ids (None: the default) and `model_type`.
-        format: the format of all files; None: by name.
+        format: the format of all files; None: by their names.
         separator, field: where the text and its documents are; see `read_chunks`.
-        part: (which, of how many) to write instead of the whole corpus; see `write_corpus`.
+        part: which part to write instead of the whole corpus, and of how many; see `write_corpus`.
         jobs: threads that encode.
-        replace: whether an existing folder may be replaced.
-        progress: called with a stage ("tokenizer" or a split), the bytes done and, if they are known, all bytes.
+        replace: whether to replace an existing folder.
+        progress: called with a stage ("tokenizer" or a split), the bytes done and, if known, their total.
         warn: called with each warning about the documents.
 
     Returns:
         The index of the corpus or of the part.
 
     Raises:
-        UserError: the files or options contradict each other; and all that `write_corpus` and `Tokenizer.learn` raise.
+        UserError: the files or options contradict each other; or as for `write_corpus` and `Tokenizer.learn`.
     """
     sources = {split: find_sources(names, format) for split, names in files.items() if names}
     every = [source for inputs in sources.values() for source in inputs]
     if sum(source.name == STANDARD_INPUT for source in every) > 1:
-        raise UserError("standard input is named for several splits (expected for one)")
+        raise UserError("standard input is named for several splits (expected one)")
     if part and any(source.name == STANDARD_INPUT for source in every):
-        raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
+        raise UserError("standard input cannot be divided", "with --shard, give files that every machine can read")
     check_separator_and_field(every, separator, field)
     if held_out or not model:
         sources["train"] = [rereadable(source) for source in sources["train"]]
@@ -152,22 +151,22 @@ def write_corpus(
     *,
     replace: bool = False,
 ) -> Index:
-    """Tokenize every split, or one part of every split, into a new folder, which appears when all of it is there.
+    """Tokenize every split, or one part of every split, into a new folder, which appears once it is complete.
 
     Args:
         folder: where to write.
-        sources: the sources of each split ("train", "valid", "test"), of the whole corpus also where a part is written;
-            of one that is held out, those of "train".
-        encoding: how.
-        part: which part to write, from 1, and of how many; None: the whole.
-        replace: whether a folder that is not empty is replaced, once the new one is whole.
+        sources: the sources of each split ("train", "valid", "test") of the whole corpus, even if only a part is
+            written; for a held-out split, those of "train".
+        encoding: how to tokenize.
+        part: the number of the part to write, from 1, and the number of parts; None: the whole corpus.
+        replace: whether to replace a folder that is not empty, once the new one is complete.
 
     Returns:
         The index of the corpus, or of the part, in which splits may be empty.
 
     Raises:
         UserError: a source cannot be read, has no text, or has a character that the tokenizer cannot spell; there are
-            fewer training files than parts; the folder is there already; (exit code 1) no room.
+            fewer training files than parts; the folder already exists; (exit code 1) the disk is full.
     """
     files: dict[str, tuple[PartFile, ...]] = {}
     own = sources
@@ -201,7 +200,7 @@ def write_corpus(
 
 
 def assign_parts(sources: Sequence[Source], parts: int) -> tuple[PartFile, ...]:
-    """Which part encodes which file of a split: whole files in their order, about as many bytes in each part."""
+    """Assign the files of a split to parts: whole files, in order, about as many bytes in each part."""
     sizes = [source.size or 0 for source in sources]
     shares = [sum(sizes) * part // parts for part in range(1, parts)]
     files, before = [], 0
@@ -213,8 +212,8 @@ def assign_parts(sources: Sequence[Source], parts: int) -> tuple[PartFile, ...]:
 
 
 def share(split: str, held_out: Mapping[str, float]) -> tuple[float, float]:
-    """Where the hashes of a split's documents lie, from 0 to 1, see `within`. A percentage holds out the same documents
-    whatever the other one is.
+    """The range, within 0 to 1, of the hashes of a split's documents; see `within`. A percentage holds out the same
+    documents whatever the other percentage is.
     """
     test, valid = held_out.get("test", 0.0) / 100, held_out.get("valid", 0.0) / 100
     if split == "train":
@@ -226,7 +225,7 @@ def share(split: str, held_out: Mapping[str, float]) -> tuple[float, float]:
 
 @dataclass
 class SplitReader:
-    """One pass over the sources of a split; `origins` and, if it `counts`, `tally` are complete when it has ended."""
+    """One pass over the sources of a split; `origins` and, if `counts`, `tally` are complete when it has ended."""
 
     stage: str
     sources: Sequence[Source]
@@ -310,7 +309,7 @@ def encode_batch(batch: list[Chunk], tokenizer: Tokenizer, jobs: int) -> np.ndar
 
 
 class TokenStream(NamedTuple):
-    """The tokens of a split, and the counts and sources of its text, complete when the last array has been drawn."""
+    """The tokens of a split, and the counts and sources of its text, which are complete after the last array."""
 
     arrays: Iterable[np.ndarray]
     tally: Tally
@@ -324,7 +323,7 @@ def write_splits(
     separator: str | None,
     held_out: Mapping[str, float],
 ) -> Index:
-    """Write the files of a corpus, or of a part of one, without its index, which is returned; splits may be empty."""
+    """Write the files of a corpus, or of a part of one, except its index, which is returned; splits may be empty."""
     with writing(place / tokenizer.file) as file:
         file.write(tokenizer.model_bytes)
     splits = {name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()}
@@ -388,7 +387,7 @@ def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def write_index(place: Path, index: Index) -> None:
-    """Finish the folder of a whole corpus, none of whose splits may be empty."""
+    """Write the index of a whole corpus; refuse (UserError) an empty split."""
     divided = [name for name in index.splits if name == "train" or name in index.held_out]
     documents = sum(index.splits[name].documents for name in divided)
     for split, about in index.splits.items():
@@ -396,7 +395,7 @@ def write_index(place: Path, index: Index) -> None:
             if documents and split in divided:
                 raise UserError(
                     f"of {documents:,} document{'s' * (documents != 1)}, none falls into {split}",
-                    "divide the text into more documents with --separator, hold out another percentage, or name files",
+                    "get more documents with --separator, hold out another percentage, or give the split its own files",
                 )
             names = [origin.name for origin in about.sources]
             files = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

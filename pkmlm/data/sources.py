@@ -37,7 +37,7 @@ class Source:
     Attributes:
         name: the path of a file, or "-" for standard input.
         format: "txt", "jsonl" or "parquet".
-        compression: what the suffix of the name says; None: look at the first bytes.
+        compression: as the suffix of the name says; None: look at the first bytes.
         copy: a temporary file with the bytes of standard input, from which they can be read more than once.
     """
 
@@ -133,7 +133,7 @@ def gzip_blocks(stored: Stream) -> Iterator[bytes]:
     """The decompressed bytes of all gzip members."""
     import gzip
 
-    with gzip.GzipFile(fileobj=stored) as file:  # type: ignore[call-overload]  # it needs read() alone
+    with gzip.GzipFile(fileobj=stored) as file:  # type: ignore[call-overload]  # it needs only read()
         yield from iter(lambda: file.read(READ), b"")
 
 
@@ -167,8 +167,8 @@ def temporary_copy(stream: Stream, *, decompress: bool) -> IO[bytes]:
     """Copy a stream to a temporary file that has no name and disappears when it is closed.
 
     Args:
-        stream: an open stream, from its beginning.
-        decompress: whether to copy the decompressed bytes, or those that are stored.
+        stream: an open stream, of which nothing has been read.
+        decompress: whether to copy the decompressed bytes or the stored ones.
 
     Raises:
         UserError: the stream cannot be read; (exit code 1) there is no room for the copy.
@@ -217,7 +217,7 @@ def expand_glob(pattern: str) -> list[str]:
         UserError: it is empty, or a glob that matches no file.
     """
     if not pattern:
-        raise UserError("the name of a file is empty")
+        raise UserError("found an empty file name")
     if pattern == STANDARD_INPUT or os.path.lexists(pattern) or not glob.has_magic(pattern):
         return [pattern]
     names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]
@@ -227,7 +227,7 @@ def expand_glob(pattern: str) -> list[str]:
 
 
 def find_source(name: str, format: str | None) -> Source:
-    """The source of that name.
+    """The source with this name.
 
     Raises:
         UserError: it cannot be read, or its format is not known.
@@ -242,15 +242,15 @@ def find_source(name: str, format: str | None) -> Source:
         mode = os.stat(name).st_mode
         if stat.S_ISDIR(mode):
             files = os.path.join(glob.escape(name), "*")
-            raise UserError(f"{name} is a folder (expected a file)", f"name its files: {shlex.quote(files)}")
+            raise UserError(f"{name} is a folder (expected a file)", f"give its files: {shlex.quote(files)}")
         if not stat.S_ISREG(mode):
-            hint = "write it into a file, or give it as standard input, by the name -"
+            hint = "write it to a file, or pipe it to standard input, whose name is -"
             raise UserError(f"{name} is not a regular file", hint)
         open_file(name).close()
     if format is None and suffix.lower()[1:] not in FORMATS:
         raise UserError(
             f"{name}: unknown kind of file (expected .txt, .jsonl or .parquet, plain or with .gz or .zst)",
-            "name it so that it ends in one of these, or give text as standard input, by the name -; "
+            "rename it to end in one of these, or pipe text to standard input, whose name is -; "
             "`pkmlm tokenize` also takes --format",
         )
     return Source(name, format or suffix.lower()[1:], compression)

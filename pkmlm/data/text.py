@@ -1,7 +1,8 @@
 """The documents of text files, JSON lines and parquet files, as streams of short chunks.
 
-A document is never held as a whole: it is a run of chunks, the last of which says so. Where it is cut depends on its
-text alone, never on how it was stored or read, so that its tokens are the same on every machine and in every command.
+A document is never held as a whole: it is a sequence of chunks, the last of which is marked. Where it is cut depends on
+its text alone, never on how it was stored or read, so that its tokens are the same on every machine and in every
+command.
 """
 
 import codecs
@@ -32,15 +33,15 @@ class Cuts(NamedTuple):
 
     Attributes:
         window: the most characters of a chunk.
-        places: what a chunk should match whole, with some text after it: its end falls where the first of these finds
-            one in the window, the longest, or where the window ends.
+        places: patterns of a chunk that has text after it, in order of preference: the chunk is the longest match of
+            the first pattern that matches within the window; the whole window, if none does.
     """
 
     window: int
     places: tuple[re.Pattern[str], ...]
 
 
-# After a newline, else before a single space: neither changes an id of a SentencePiece BPE that is learnt here.
+# After a newline, else before a single space: neither cut changes an id of a SentencePiece BPE that is learnt here.
 AT_LINES = Cuts(WINDOW, (re.compile(r".*\n(?=.)", re.DOTALL), re.compile(r".*[^ ](?= [^ ])", re.DOTALL)))
 # After a letter or digit, before white space: the rules by which byte-level BPEs find words always divide there.
 AFTER_WORDS = Cuts(1 << 16, (re.compile(r".*[^\W_](?=[ \t\r\n])", re.DOTALL),))
@@ -71,8 +72,8 @@ class Tally:
         if text:
             starts, ends = text[0].isspace(), text[-1].isspace()
             solid = len(text.split())
-            # The words of a document are its runs of white space + 1. Here the runs are counted, one that a cut divides
-            # only once; the 1 is added at the end of the document.
+            # The words of a document are its runs of white space + 1. Here the runs are counted (only once if a cut
+            # divides one); the 1 is added at the end of the document.
             self.words += solid - 1 + starts + ends if solid else 1
             self.words -= starts and self.after_space
             self.bytes += len(text) if text.isascii() else len(text.encode())
@@ -91,12 +92,12 @@ def read_chunks(
 
     Args:
         stream: `source.open()`; the source says what format it has.
-        separator: what stands between the documents of a text file; None: the file is one document.
+        separator: the text between the documents of a text file; None: the file is one document.
         field: the key of a JSON line, or the column of a parquet file, that holds the text; null is an empty document.
         cuts: where the documents are cut.
 
     Raises:
-        UserError: damaged data, bad UTF-8 (names the byte of the decompressed stream), a bad line or row, a separator
+        UserError: damaged data, bad UTF-8 (with its byte in the decompressed stream), a bad line or row, a separator
             with other line ends than `separator`.
     """
     if stream.source.format == "txt":
@@ -121,10 +122,10 @@ def read_documents(stream: Stream, separator: str | None = None, field: str = FI
 
 
 def check_separator_and_field(sources: Iterable[Source], separator: str | None, field: str = FIELD) -> None:
-    """Refuse a separator or a field that no source has a use for.
+    """Refuse a separator or a field that no source can use.
 
     Raises:
-        UserError: a separator without text files, a field with nothing but these.
+        UserError: a separator without text files, or a field with text files only.
     """
     formats = {source.format for source in sources}
     if separator is not None and "txt" not in formats:
@@ -140,8 +141,8 @@ def cut(pieces: Iterable[tuple[str, bool]], cuts: Cuts = AT_LINES) -> Iterator[C
     """Cut documents into chunks.
 
     Args:
-        pieces: (text, whether the document ends here), of any length; the chunks do not depend on where they end.
-        cuts: where.
+        pieces: (text, whether the document ends here), of any length; the chunks do not depend on where the pieces end.
+        cuts: where to cut.
     """
     rest = ""
     for text, ends in pieces:
@@ -162,8 +163,8 @@ def cut(pieces: Iterable[tuple[str, bool]], cuts: Cuts = AT_LINES) -> Iterator[C
 def within(chunks: Iterable[Chunk], start: float, stop: float) -> Iterator[Chunk]:
     """The chunks of the documents whose hash, as a share of the largest hash, lies from `start` up to `stop`.
 
-    The hash is of a document's first HEAD characters, without newlines at their ends: copies of a document stay
-    together, wherever they stand, and no more of a document is held.
+    The hash is of a document's first HEAD characters, without newlines at either end: copies of a document stay
+    together, wherever they are, and little more than HEAD characters are held.
     """
     held: list[Chunk] = []
     size, chosen = 0, False
@@ -211,10 +212,10 @@ def decode(stream: Stream) -> Iterator[str]:
 
 
 def same_line_ends(texts: Iterable[str], separator: str, label: str) -> Iterator[str]:
-    """The same texts, without the separator as a file from Windows has it, which would divide nothing.
+    """The same texts, checked for the separator with the line ends of Windows, which would divide nothing.
 
     Raises:
-        UserError: it occurs.
+        UserError: it occurs in them.
     """
     windows = separator.replace("\r\n", "\n").replace("\n", "\r\n")
     if separator == windows:  # it has no line end, or that of Windows
@@ -225,7 +226,7 @@ def same_line_ends(texts: Iterable[str], separator: str, label: str) -> Iterator
         recent = recent[1 - len(windows) :] + text
         if windows in recent:
             raise UserError(
-                f"{label}: found {windows!r} (expected {separator!r}, with which --separator divides documents)",
+                f"{label}: found {windows!r} (expected {separator!r}, as given by --separator)",
                 "convert the line ends first, e.g. with dos2unix",
             )
         yield text
@@ -276,7 +277,7 @@ def has_surrogate(text: str) -> bool:
 
 
 def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
-    """The documents of a file of JSON lines, null as an empty one; lines of white space are skipped."""
+    """The documents of a file of JSON lines; null is an empty document, and blank lines are skipped."""
     number = 1
     parts: list[str] = []
     size = 0
@@ -285,7 +286,7 @@ def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
         parts.append(part)
         size += len(part)
         if size > LINE_LIMIT:
-            raise UserError(f"{where}: line over {LINE_LIMIT:,} characters", "cut the document into several")
+            raise UserError(f"{where}: line over {LINE_LIMIT:,} characters", "split the document into several")
         if not ends:
             continue
         line = "".join(parts)
@@ -298,7 +299,7 @@ def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
         if field not in row:
             keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
             raise UserError(
-                f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field"
+                f"{where}: no key {field!r} (found {keys})", "give the key that holds the text with --field"
             )
         text = row[field]
         if not isinstance(text, str | None):
@@ -312,7 +313,7 @@ def json_object(line: str, where: str) -> dict[str, Any]:
     """The object in a line of JSON, which errors call `where`.
 
     Raises:
-        UserError: it is not JSON or not an object, or it repeats a key: nobody knows which value is meant.
+        UserError: it is not JSON or not an object, or it repeats a key, so that the value meant is unknown.
     """
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -338,7 +339,7 @@ def json_object(line: str, where: str) -> dict[str, Any]:
 
 
 def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
-    """The documents in the column `field`, read a few rows at a time; a null is an empty one."""
+    """The documents in the column `field`, read a few rows at a time; null is an empty document."""
     import pyarrow
     import pyarrow.parquet
 
@@ -357,19 +358,19 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
             raise UserError(f"{source.label}: {field!r} is not UTF-8 after row {row:,} ({error.reason})") from None
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"{source.label}: not a whole parquet file: {reason}") from None
+            raise UserError(f"{source.label}: not a complete parquet file: {reason}") from None
     read_up_to(stream, 1.0)
 
 
 def check_column(schema: Any, field: str, label: str) -> None:
-    """Refuse a column that is missing, is there twice, or does not hold text."""
+    """Refuse a column that is missing, occurs more than once, or does not hold text."""
     import pyarrow.types as types
 
     if (times := schema.names.count(field)) != 1:
         names = ", ".join(map(repr, schema.names[:8]))
         raise UserError(
             f"{label}: {times or 'no'} column{'s' * (times > 1)} {field!r} (found {names})",
-            "name the text's column with --field",
+            "give the column that holds the text with --field",
         )
     found = schema.field(field).type
     value = found.value_type if types.is_dictionary(found) else found

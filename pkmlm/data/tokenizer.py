@@ -1,4 +1,4 @@
-"""Text to ids and back without loss, by a SentencePiece model or a byte-level BPE: nobody else asks which."""
+"""Text to ids and back without loss, by a SentencePiece model or a byte-level BPE; no other module depends on which."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ class Tokenizer:
         name: what errors call it, such as the path of its file.
         model_bytes: what a folder keeps of it, in a file called `file`; `sha256` is the digest of these bytes.
         package: the library that reads that file.
-        transformers_config: what tokenizer_config.json in an export says of its kind.
+        transformers_config: what tokenizer_config.json in an export says about its kind.
         size: the number of ids.
         eos: the id that ends a document, and that a language model sees before the first token of one.
         unknown: the id of what the tokenizer cannot spell; -1: it spells everything.
@@ -68,7 +68,7 @@ class Tokenizer:
         for probe in PROBES:
             if self.decode(self.encode(probe)) != probe:
                 shown = ascii(probe if len(probe) < 60 else f"{probe[:20]}...")
-                raise UserError(f"{name} is lossy: {shown} does not come back from decoding", HINT)
+                raise UserError(f"{name} is lossy: {shown} is not restored by decoding", HINT)
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -80,19 +80,19 @@ class Tokenizer:
         with read_errors(f"the tokenizer {path}"), open_file(path) as file:
             model_bytes = file.read(LARGEST + 1)
         if len(model_bytes) > LARGEST:
-            raise UserError(f"{path} has more than {LARGEST:,} bytes, which no tokenizer has", HINT)
+            raise UserError(f"{path} is too large for a tokenizer (expected at most {LARGEST:,} bytes)", HINT)
         return cls(model_bytes, str(path))
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int | None = None, model_type: str = "bpe") -> "Tokenizer":
         """Learn a SentencePiece model from chunks of text; the same texts give the same model, byte for byte.
 
-        Where the vocabulary is too small to hold every usual character of the text, three quarters of what it has
-        beside bytes go to the most frequent characters; bytes spell the others.
+        If the vocabulary is too small to hold every usual character of the text, three quarters of it (bytes aside) go
+        to the most frequent characters; bytes spell the others.
 
         Args:
             texts: chunks, read once.
-            vocab_size: how many ids; None: 8192.
+            vocab_size: number of ids; None: 8192.
             model_type: "bpe" or "unigram".
 
         Raises:
@@ -104,7 +104,7 @@ class Tokenizer:
         """The ids of one document, cut into chunks as a corpus cuts it; without `eos`.
 
         Raises:
-            UserError: the text has a lone surrogate (which no UTF-8 text has), or would not come back from decoding.
+            UserError: the text has a lone surrogate (which no UTF-8 text has), or decoding would not restore it.
         """
         ids: list[int] = self.encode_array(text).tolist()
         return ids
@@ -120,7 +120,7 @@ class Tokenizer:
         """The ids (int32) of each text, which is not cut into chunks again; the same for any number of threads.
 
         Raises:
-            UserError: a text would not come back from decoding.
+            UserError: decoding would not restore a text.
         """
         return self._model.encode(texts, threads) if texts else []
 
@@ -133,5 +133,5 @@ class Tokenizer:
         return self._model.decode([int(i) for i in ids])
 
     def piece(self, token: int) -> str:
-        """The text of one id; bytes and control tokens, which are no text by themselves, in brackets: <0xE2>, </s>."""
+        """The text of one id; bytes and control tokens, which are not text by themselves, in brackets: <0xE2>, </s>."""
         return self._model.piece(token)

@@ -1,7 +1,7 @@
-"""A trained model, measured and used: loaded (load; attached: a model of others, with a memory), scored on text
-(documents: which text; perplexity), on zero-shot tasks (tasks: definitions; task_file: those of a user; task_rows:
-their rows; lm_eval: the scores, with likelihood below it), and made to write (generate). evaluation is `pkmlm eval` as
-a whole.
+"""Measure and use a trained model: load it (load; attached: a `transformers` model with a memory), score it on text
+(documents: which text; perplexity) and on zero-shot tasks (tasks: definitions; task_file: a user's own; task_rows:
+their rows; lm_eval: the scores, computed with likelihood), and generate text (generate). evaluation is what
+`pkmlm eval` does.
 
 Called by analysis, train (validation), sweep and the commands; imports nothing above export. documents and task_file
 need no torch.

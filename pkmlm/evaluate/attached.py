@@ -1,6 +1,6 @@
-"""A model of transformers with a memory attached, as the rest of evaluation knows models.
+"""A `transformers` model with a memory attached, behind the interface of our own `Transformer`.
 
-The one place that needs transformers itself, and only once there is such a model to load.
+In this package, only this module needs `transformers`, and only when it loads such a model.
 
 B: sequences; T: positions; D: model width; V: vocabulary.
 """
@@ -40,22 +40,22 @@ from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
 from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
 from pkmlm.runs.files import MANIFEST, read_json
 
-CONTEXT = 2048  # the most tokens that a model reads here at once: of what a config promises, all would not fit
+CONTEXT = 2048  # most tokens that a model reads at once: the maximum in its config may not fit into memory
 
 
 class Hosted(Transformer):
-    """A causal model of transformers, its hidden states and its head apart.
+    """A causal `transformers` model with its hidden states and its head apart.
 
     Args:
         host: the model, perhaps with a memory attached.
 
     Attributes:
-        embedding, blocks, norm: the host's; where no final norm is found, norm is the identity.
-        ngram_ids: of the n-gram memories that are attached to it.
-        begin: the token that its config calls the beginning of a text; None: it names none.
+        embedding, blocks, norm: the host's; norm is the identity if no final norm is found.
+        ngram_ids: the token lookup of attached n-gram memories; None: there are none.
+        begin: the `bos_token_id` of its config; None: the config has none within the vocabulary.
 
     Raises:
-        UserError: its logits are not its output embedding of the last hidden state.
+        UserError: its logits are not its output embedding applied to the last hidden state.
     """
 
     def __init__(self, host: Any):
@@ -74,7 +74,7 @@ class Hosted(Transformer):
         for each in () if attached is None else attached.places.values():
             if each.gate is not None and isinstance(each.layer, SparseMemory):
                 each.layer.sign = copysign(1.0, each.gate.item())
-        # Plain attributes: as modules of this one, too, they would be stored twice.
+        # Plain attributes: registered as submodules, they would be stored twice.
         self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, ngram_ids=ngram_ids)
         named = inspect.signature(type(host).forward).parameters
         self.cache_name = next((name for name in CACHES if name in named), CACHES[0])
@@ -83,10 +83,10 @@ class Hosted(Transformer):
             own, whole = self.head(self.hidden(ids_1T)).float(), host(input_ids=ids_1T, use_cache=False).logits.float()
         if not torch.allclose(own, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
             name = type(host).__name__
-            raise UserError(f"{name} makes logits by more than its output embedding, which is not supported here")
+            raise UserError(f"{name} computes logits from more than its output embedding, which is not supported")
 
     def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None, layout: AttentionLayout | None = None) -> Tensor:
-        """As `Transformer.hidden`; there is no layout."""
+        """As `Transformer.hidden`, but without a layout."""
         if layout is not None:
             raise ValueError("layout is given (expected None)")
         options: dict[str, Any] = {"use_cache": False}
@@ -111,26 +111,26 @@ class Hosted(Transformer):
 
 
 def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[int, Recipe, Hosted, Tokenizer]:
-    """Load what is attached, together with the model that it belongs to.
+    """Load an attachment together with the model that it belongs to.
 
     Args:
         path: a folder that `Attachment.save` wrote.
-        base: the model's folder; None: where it was when it was attached.
+        base: the model's folder; None: the one recorded in `path`.
 
     Returns:
-        the steps that it was trained for, a recipe of the model's shape, the model in evaluation mode, in the dtype
-        that it was trained in, and its tokenizer.
+        the steps that the attachment was trained for; a recipe with the model's shape; the model, in evaluation mode
+        and in the dtype that it was trained in; and its tokenizer.
 
     Raises:
-        UserError: `base` is no model of transformers, or another one; (exit code 1) a folder is damaged.
+        UserError: `base` is not a `transformers` model, or is another one; (exit code 1) a folder is damaged.
     """
     facts = read_facts(path)
     if base is None:
         base = Path(facts["base"]["name"])
         if not facts["base"]["name"] or not base.is_dir():
             name = " ".join(filter(None, (facts["base"]["architecture"], facts["base"]["name"])))
-            message = f"{path} is attached to {name}, of which there is no folder here"
-            raise UserError(message, "name the folder of that model: --base DIR")
+            message = f"{path} is attached to {name}, whose folder was not found"
+            raise UserError(message, "give the folder of that model: --base DIR")
     host = load_host(base, facts["base"]["dtype"])
     check_base(path, facts, host)
     host.to(device)
@@ -149,8 +149,8 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
         merged = host_canonical_ids(config, model.embedding.num_embeddings, tokenizer)
         assert attached.ngram_ids is not None
         if ngram.canonical and not np.array_equal(attached.ngram_ids.canonical_V.cpu(), merged):
-            message = f"{path}: its canonical ids are not those that this Python's Unicode makes of {tokenizer.name}"
-            hint = "put the tokenizer that it was attached with in the model's folder, or use the Python of that time"
+            message = f"{path}: its canonical ids are not those that this Python's Unicode gives for {tokenizer.name}"
+            hint = "put the tokenizer that it was attached with into the model's folder, or use the same Python version"
             raise UserError(message, hint)
     elif facts["kind"] != DENSE:
         layers = tuple(f"{layer}{'+' * (facts['mode'] == 'add')}" for layer in facts["layers"])
@@ -168,13 +168,13 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
 
 
 def load_host(path: Path, dtype: str) -> Any:
-    """A causal model from its folder; no code of the folder is run.
+    """Load a causal model from its folder; no code in the folder is run.
 
     Args:
-        dtype: as torch names it.
+        dtype: torch's name for it, such as "float32".
 
     Raises:
-        UserError: transformers is not installed, or the folder holds no model that it knows.
+        UserError: `transformers` cannot load the folder; (exit code 1) it is not installed, or an export is damaged.
     """
     try:
         from transformers import AutoModelForCausalLM
@@ -182,8 +182,8 @@ def load_host(path: Path, dtype: str) -> Any:
     except ImportError:
         raise UserError("transformers is not installed", "pip install transformers", exit_code=1) from None
     if not (path / CONFIG).is_file():
-        raise UserError(f"--base {path} is no folder of a model (no {CONFIG} in it)")
-    disable_progress_bar()  # of a second, where it would stand between our lines
+        raise UserError(f"--base {path} is not a model's folder (no {CONFIG} in it)")
+    disable_progress_bar()  # it would show for a second between our own lines
     kind: Any = AutoModelForCausalLM
     if read_json(path / CONFIG, "the model's configuration", schema=dict[str, Any]).get("model_type") == MODEL_TYPE:
         from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM as kind
@@ -192,7 +192,7 @@ def load_host(path: Path, dtype: str) -> Any:
             verify(path)
     try:
         return kind.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what a config may hold, transformers checks in many ways
+    except Exception as error:  # transformers refuses a bad config with many kinds of errors
         if is_out_of_memory(error):
             raise
         reason = first_line(error)

@@ -25,10 +25,10 @@ class TextChoice(NamedTuple):
 
     Attributes:
         split: of the run's tokens; None: test.
-        text: a file, or a pattern of several, in place of a split; "-" is standard input.
+        text: a file, or a glob, to read instead of a split; "-" is standard input.
         separator: what divides the documents of `text`; None: a file is one document.
-        field: key or column that holds the text, in files that have such.
-        data: the folder of the run's tokens; None: where its recipe says.
+        field: key or column that holds the text, in files that have keys or columns.
+        data: the folder of the run's tokens; None: the recipe's data.dir.
     """
 
     split: str | None = None
@@ -43,20 +43,20 @@ class TextChoice(NamedTuple):
         return any(each is not None for each in (self.split, self.text, self.data))
 
     def refuse_contradictions(self, field_given: bool, reads_train: bool = False) -> None:
-        """Refuse options of which one would be ignored.
+        """Refuse combinations in which one option would be ignored.
 
         Args:
-            field_given: whether the user gave --field, be it its default.
-            reads_train: whether the command reads the train split beside any text, so that --data says where.
+            field_given: whether the user gave --field, even if with its default.
+            reads_train: whether the command reads the train split even with a text, so that --data has a use.
         """
         if self.text is not None and self.split is not None:
             raise UserError("--split and --text exclude each other", "leave one of them out")
         if self.text is not None and self.data is not None and not reads_train:
-            raise UserError("--data and --text exclude each other (a text is read as it is)", "leave one of them out")
+            raise UserError("--data and --text exclude each other (--text uses no tokens)", "leave one of them out")
         if self.text is None and self.separator is not None:
-            raise UserError("--separator goes with --text (a split's documents are separated already)")
+            raise UserError("--separator requires --text (a split's documents are already separated)")
         if self.text is None and field_given:
-            raise UserError("--field goes with --text (a split holds only tokens)")
+            raise UserError("--field requires --text (a split holds only tokens)")
 
     def refuse_standard_input(self, why: str) -> None:
         """Refuse standard input where it would be read more than once."""
@@ -67,7 +67,7 @@ class TextChoice(NamedTuple):
         """The folder of the tokens of the run or export at `path`.
 
         Raises:
-            UserError: neither the recipe nor --data names one, or it holds no tokens.
+            UserError: neither the recipe nor --data gives one, or it holds no tokens.
         """
         folder = self.data if self.data is not None else recipe.data.dir
         if folder is not None and any((Path(folder) / name).exists() for name in (FILE, PART)):
@@ -76,19 +76,19 @@ class TextChoice(NamedTuple):
             problem = f"holds no tokens (no {FILE} in it)" if Path(self.data).exists() else "does not exist"
             hint = "give a folder that `pkmlm tokenize -o` wrote, or a text with --text FILE"
             raise UserError(f"--data {self.data} {problem}", hint)
-        message = f"{path} names no data.dir" if folder is None else f"the tokens of {path} are not in {folder}"
-        raise UserError(message, "name their folder with --data DIR, or give a text with --text FILE")
+        message = f"{path} has no data.dir" if folder is None else f"the tokens of {path} are not in {folder}"
+        raise UserError(message, "give their folder with --data DIR, or a text with --text FILE")
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenized documents and what their text counts.
+    """Tokenized documents and the size of their text.
 
     Attributes:
-        name: of the split or the file; of several files, how many, and of what pattern.
-        ids: the documents' token ids, without the end-of-document token; may be read once.
-        tokens: ids in all; words: as `len(re.split(r"\\s+", text))` summed over documents; bytes: of UTF-8.
-        source: what results keep of where they come from; warnings: about what may make the result misleading.
+        name: of the split or the file; for several files, their number and pattern.
+        ids: the documents' token ids, without the end-of-document token; to be read only once.
+        tokens: ids in all; words: as `len(re.split(r"\\s+", text))` summed over documents; bytes: in UTF-8.
+        source: where they come from, as results record it; warnings: about what may make the result misleading.
     """
 
     name: str
@@ -104,7 +104,7 @@ def chosen_documents(choice: TextChoice, run: "LoadedRun") -> Documents:
     """The documents that the options of a command choose, for one pass.
 
     Raises:
-        UserError: they cannot be had, or --data names other tokens than those that the run was trained on.
+        UserError: they cannot be read, or --data gives other tokens than those that the run was trained on.
     """
     if choice.text is not None:
         return documents_of_text(
@@ -116,9 +116,9 @@ def chosen_documents(choice: TextChoice, run: "LoadedRun") -> Documents:
     others = [name for name in ("train", "valid") if name in now and run.data.get(name, now[name]) != now[name]]
     if not others:
         return documents
-    found = f"the {' and '.join(others)} tokens in {folder} are not those that run {run.name} trained with"
+    found = f"the {' and '.join(others)} tokens in {folder} are not those that run {run.name} was trained on"
     if choice.data is not None:
-        raise UserError(f"--data: {found}", "give any other text with --text FILE")
+        raise UserError(f"--data: {found}", "to score another text, use --text FILE")
     return replace(documents, warnings=(f"{found}: the model may have been trained on what it is scored on",))
 
 
@@ -147,8 +147,8 @@ def open_split(directory: str, split: str, tokenizer: Tokenizer) -> Corpus:
 
 
 def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None = None) -> Documents:
-    """The documents of an open split, for one pass, or (with `tokens`) as many as hold its first so many tokens, the
-    last one cut, between characters.
+    """The documents of an open split, for one pass; with `tokens`, only its first so many tokens, the last document cut
+    between characters.
 
     Raises:
         UserError: its files are damaged, which may also show when the documents are read.
@@ -167,8 +167,8 @@ def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None 
 
 
 def whole_characters(ids: np.ndarray, tokens: int, tokenizer: Tokenizer) -> int:
-    """How many ids to keep of at most so many, at least one, so that the last is not of the first bytes of a character:
-    these would be decoded to U+FFFD each.
+    """How many ids to keep, at most `tokens` and at least one, so that the last does not end inside a character, whose
+    first bytes would each be decoded to U+FFFD.
     """
     if tokens >= len(ids):
         return len(ids)
@@ -183,11 +183,11 @@ def documents_of_text(
     """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input.
 
     Args:
-        usual: what separates the documents of the run's tokens: a text that it would divide, and that nothing divides,
-            gets a warning, as does one that `separator` does not divide.
+        usual: what separates the documents of the run's tokens. Without `separator`, a text that this would divide
+            gets a warning. So does any text that `separator` does not divide.
 
     Raises:
-        UserError: it cannot be read, holds no text, or is none that a separator could divide.
+        UserError: the file cannot be read, holds no text, or is of a format that `separator` or `field` is not for.
     """
     sources = find_sources([path])
     plain = any(source.format == "txt" for source in sources)
@@ -201,7 +201,7 @@ def documents_of_text(
     one = "standard input" if path == "-" else sources[0].plain_name
     if not texts:
         raise UserError(
-            f"{one if path == '-' else path} holds no text", "give another, or --split for one of the run's"
+            f"{one if path == '-' else path} holds no text", "give another text, or a split of the run with --split"
         )
     name = one if len(sources) == 1 else f"{len(sources)} files of {path}"
     warnings: tuple[str, ...] = ()
@@ -209,7 +209,7 @@ def documents_of_text(
         divided = sum(bool(part) for text in texts for part in text.split(usual))
         if divided > len(texts):
             few = f"{len(texts):,} document{'s' * (len(texts) > 1)}"
-            more = f"--separator {usual!r}, as the run's tokens had it, divides it into {divided:,}"
+            more = f"--separator {usual!r}, as for the run's tokens, divides it into {divided:,}"
             warnings = (f"{name}: read as {few}, but {more}",)
     if separator is not None and plain and len(texts) <= len(sources):
         warnings = (f"{name}: {separator!r} divides nothing: each file is one document",)
@@ -219,6 +219,6 @@ def documents_of_text(
 
 
 def documents_of_texts(name: str, ids: list[np.ndarray], texts: list[str]) -> Documents:
-    """Documents of which both tokens and texts are known."""
-    words = sum(1 + sum(1 for _ in re.finditer(r"\s+", text)) for text in texts)  # a list of them is 11 times the text
+    """Documents whose tokens and texts are both known."""
+    words = sum(1 + sum(1 for _ in re.finditer(r"\s+", text)) for text in texts)  # a list of words is 11 times the text
     return Documents(name, ids, sum(map(len, ids)), words, sum(len(text.encode()) for text in texts))

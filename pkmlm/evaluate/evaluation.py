@@ -21,9 +21,9 @@ class Evaluation:
     """The result of `evaluate_run`.
 
     Attributes:
-        stride: as it was asked for.
+        stride: as requested, see `score`.
         record: what `pkmlm eval --json` prints.
-        samples: of the tasks, see `score_tasks`.
+        samples: those of the tasks, see `score_tasks`.
         warnings: about what may make the results misleading.
     """
 
@@ -35,10 +35,10 @@ class Evaluation:
     warnings: list[str]
 
     def keep(self) -> list[str]:
-        """Write the results into RUN/eval/; an exported folder is a product, and stays as it is.
+        """Write the results into RUN/eval/; an exported folder is left unchanged.
 
         Returns:
-            warnings: results that have another name than usual, or that the folder does not take.
+            warnings: about results that are kept under another name than usual, or that cannot be written.
         """
         if self.run.exported:
             return []
@@ -52,14 +52,16 @@ class Evaluation:
                     split = name
                     name = split_name(self.run.path / EVAL, split, source["sha256"])
                     if name != split:
-                        warnings.append(f"--data: the run has results of {split} on other tokens: kept as {name}")
+                        warnings.append(
+                            f"--data: the run has results of {split} on other tokens; the new ones are kept as {name}"
+                        )
                 alone = {key: value for key, value in record.items() if key != "harness"}
                 file = perplexity_file(name, record["step"], self.stride)
                 write_evaluation(self.run.path, file, {**alone, **NO_TASKS})
             if record["tasks"]:
                 write_evaluation(self.run.path, tasks_file(record), {**record, **NO_PERPLEXITY})
         except UserError as error:
-            warnings.append(f"not kept in the run: {error.message}")
+            warnings.append(f"the results are not kept in the run: {error.message}")
         return warnings
 
 
@@ -82,7 +84,7 @@ def evaluate_run(
 
     Args:
         step: "latest", "best" or a number.
-        choice: the text; without an explicit one, and with tasks, no perplexity is computed.
+        choice: the text; with tasks, perplexity is computed only if the user chose a text.
         stride: tokens scored by a window, see `score`.
         tasks, task_data, num_fewshot: see `load_tasks`.
         limit, batch_size: see `score_tasks`.
@@ -90,10 +92,10 @@ def evaluate_run(
         quiet: show no progress.
 
     Raises:
-        UserError: the run, the text or the tasks cannot be had; scores are not finite (exit code 1).
+        UserError: the run, the text or the tasks cannot be loaded; scores are not finite (exit code 1).
     """
-    if tasks is not None:  # first: bad rows are named before a model is loaded
-        from pkmlm.evaluate.lm_eval import score_tasks  # which takes seconds
+    if tasks is not None:  # first: bad rows are reported before a model is loaded
+        from pkmlm.evaluate.lm_eval import score_tasks  # this import takes seconds
         from pkmlm.evaluate.tasks import load_tasks
 
         loaded = load_tasks(tasks, None if task_data is None else Path(task_data), num_fewshot)
@@ -111,7 +113,7 @@ def evaluate_run(
         assert found is not None
         record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": asdict(found)}
         warnings += documents.warnings
-        if tasks is not None and world.rank == 0:  # these may fail, or be stopped, after hours
+        if tasks is not None and world.rank == 0:  # the tasks may fail, or be stopped, after hours
             Evaluation(run, choice, stride, record, samples, warnings).keep()
     if tasks is not None:
         with token_progress("scoring", 0, quiet) as advance:

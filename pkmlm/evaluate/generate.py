@@ -14,7 +14,7 @@ from pkmlm.errors import UserError
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer
 
-NARROW = 256  # on a CPU, a token of such a model is computed before a second thread has woken (`pkmlm help speed`)
+NARROW = 256  # up to this width, a CPU computes a token before a second thread has woken (`pkmlm help speed`)
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Sampling:
 def generate(
     model: Transformer, prompt: list[int], sampling: Sampling, max_tokens: int, vocab_size: int
 ) -> Iterator[int]:
-    """Yield the ids that continue a prompt, one at a time, also past the model's context.
+    """Yield the ids that continue a prompt, one at a time, even past the model's context.
 
     The cache holds the context; when it is full, the model reads the later half of it again and continues from there.
 
     Args:
-        prompt: ids, one at least; if there are more than the context holds, the last of them are read.
+        prompt: ids, at least one; if they exceed the context, only the last of them are read.
         sampling: how each token is drawn.
         max_tokens: how many ids are drawn.
         vocab_size: only ids below it are drawn: a model may have more rows than its tokenizer has pieces.
@@ -73,7 +73,7 @@ def next_logits(model: Transformer, tokens_BT: Tensor, cache: KVCache) -> Tensor
         cache: keys and values of the tokens before; the new ones are added to it.
 
     Raises:
-        ValueError: the cache does not hold as many.
+        ValueError: the cache has no room for the new tokens.
     """
     threads = torch.get_num_threads()
     if tokens_BT.numel() == 1 and model.embedding.embedding_dim <= NARROW:
@@ -91,8 +91,8 @@ def sample_token(logits_V: Tensor, sampling: Sampling, random: torch.Generator) 
         UserError: (exit code 1) a logit is not finite.
     """
     if not torch.isfinite(logits_V).all():
-        raise UserError("the model's scores of the next token are not finite", "use another step of the run", 1)
-    if sampling.temperature < torch.finfo(logits_V.dtype).tiny:  # to divide by it would give NaN
+        raise UserError("the model's scores for the next token are not finite", "use another step of the run", 1)
+    if sampling.temperature < torch.finfo(logits_V.dtype).tiny:  # dividing by it would give NaN
         return int(logits_V.argmax())
     logits_V = (logits_V - logits_V.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
@@ -108,7 +108,7 @@ def sample_token(logits_V: Tensor, sampling: Sampling, random: torch.Generator) 
 
 
 def stream_text(tokenizer: Tokenizer, prompt: list[int], ids: Iterable[int]) -> Iterator[str]:
-    """The text that `ids` add after `prompt`, as it comes; a character waits for all of its bytes.
+    """Yield the text that `ids` add to `prompt`, as it comes; a character waits for all of its bytes.
 
     Ends before the end-of-document token.
     """

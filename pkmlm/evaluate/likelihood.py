@@ -1,8 +1,8 @@
-"""Log-likelihoods of tokens after others, where many of the sequences share a prefix.
+"""Log-likelihoods of continuations, many of which share a prefix.
 
 The choices of a question share their context, and often more. They are laid out as a prefix tree: each shared prefix
-is read once, and a token attends to its own ancestors. Memories, tables and norms work on single tokens, so only the
-order of sums differs from reading each sequence by itself.
+is read once, and a token attends to its own ancestors. N-gram memories look up a token's ancestors, and all other
+parts work on single tokens, so only the order of sums differs from reading each sequence by itself.
 
 B: rows of a batch; T: tokens of a row; D: model width; M: scored tokens of a batch; C: of a chunk; V: vocabulary.
 """
@@ -21,11 +21,11 @@ from pkmlm.model.attention import AttentionLayout
 from pkmlm.model.transformer import Transformer
 
 LOGITS = 1 << 24  # logits of a chunk: 64 MB in fp32
-MIN_SHARED = 1 / 4  # of its tokens that a sequence must share with the one before it to stand in the same tree
+MIN_SHARED = 1 / 4  # share of its tokens that a sequence must have in common with the one before it to join its tree
 
 
 class Window(NamedTuple):
-    """A sequence that the model reads, and what is scored after it.
+    """A sequence that the model reads, and the targets to score in it.
 
     Attributes:
         tokens: input ids.
@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Of a window's targets: the sum of log p (nats, in float64), and whether each was the most likely token."""
+    """The sum of log p of a window's targets (nats, float64), and whether each target was the most likely token."""
 
     log_likelihood: float
     greedy: bool
@@ -49,8 +49,8 @@ class PrefixTree:
 
     Attributes:
         windows: their places in the list that they come from.
-        tokens: (T,) ids; a parent stands before its children.
-        paths: for each window, where its tokens stand in `tokens`.
+        tokens: (T,) ids; a parent comes before its children.
+        paths: for each window, the places of its tokens in `tokens`.
         targets: for each window, its targets.
     """
 
@@ -61,13 +61,13 @@ class PrefixTree:
 
 
 def continuation_windows(before: Sequence[int], continuation: Sequence[int], context: int) -> list[Window]:
-    """The windows in which each token of a continuation is scored once.
+    """Windows that score each token of a continuation once.
 
-    Each has as many tokens before it as fit into the context, at least one. A continuation that is itself longer than
-    the context is scored half a context at a time.
+    Each window has as many tokens before its targets as fit into the context, at least one. A continuation that is
+    itself longer than the context is scored half a context at a time.
 
     Args:
-        before: ids that stand before the continuation, one at least.
+        before: ids before the continuation, at least one.
         continuation: ids to score.
         context: the most tokens that the model reads.
     """
@@ -84,7 +84,7 @@ def build_prefix_trees(windows: Sequence[Window], max_tokens: int) -> list[Prefi
     """Trees of neighbouring windows that share enough to be read together.
 
     Args:
-        max_tokens: of a tree; a window that is longer has one of its own.
+        max_tokens: most tokens of a tree; a longer window gets a tree of its own.
     """
     groups: list[list[int]] = []
     size = 0

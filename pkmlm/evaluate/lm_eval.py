@@ -1,4 +1,4 @@
-"""A run in lm-evaluation-harness: the model that it sees, with the three kinds of requests, and the scores of tasks."""
+"""A run in lm-evaluation-harness: the adapter that answers its three kinds of requests, and the scores of tasks."""
 
 import math
 from collections import Counter
@@ -27,7 +27,7 @@ from pkmlm.evaluate.tasks import ZeroShotTask, contained
 from pkmlm.recipe.constraints import require_softmax
 from pkmlm.runs.results import average_accuracy
 
-TOKENS = {"cpu": 2048, "cuda": 1 << 15}  # of a forward pass, where the batch size is not given
+TOKENS = {"cpu": 2048, "cuda": 1 << 15}  # of a forward pass, if no batch size is given
 Row = TypeVar("Row")
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ class PkmLM(TemplateLM):
     A context and its continuation are encoded together. A request that is longer than the model's context loses its
     beginning (counted in `truncated`). As in lm-eval's own models, only an empty context is replaced by the token that
     begins a document. Choices that share a prefix are read together (see likelihood.py). Ranks take turns at the
-    batches, and each gets every result: to lm_eval each looks like the only one. Every rank generates the same texts.
+    batches, and each gets every result, so that lm_eval sees a single process. Every rank generates the same texts.
 
     Attributes:
         requests, truncated: how many requests each task made, and how many of them were cut.
@@ -58,11 +58,11 @@ class PkmLM(TemplateLM):
         """Load a run ("run=PATH,step=best" among `--model_args`), or take a loaded one.
 
         Args:
-            batch_size: None, "auto" or "auto:N": by the number of tokens. Halved where memory runs out.
-            device: None, or CUDA where there is none (lm_eval asks for it by default): what `pkmlm eval` would use.
+            batch_size: None, "auto" or "auto:N": by the number of tokens. Halved if memory runs out.
+            device: None, or CUDA where there is none (lm_eval's default): the device that `pkmlm eval` would use.
             max_batch_size: accepted because lm_eval passes it; not used.
             base: see `load_run` ("run=FOLDER,base=DIR" among `--model_args`).
-            advance: called with the tokens of this process that are scored, and in all.
+            advance: called with the tokens that this process has scored so far, and in all.
         """
         super().__init__()
         chosen = torch.device(device) if device else None
@@ -74,7 +74,7 @@ class PkmLM(TemplateLM):
         self.requests: Counter[str] = Counter()
         self.truncated: Counter[str] = Counter()
         self._device = self.run.device
-        self._max_tokens = math.inf  # of a forward pass, once a larger one has run out of memory
+        self._max_tokens = math.inf  # limit of a forward pass, once a larger one has run out of memory
 
     @property
     def eot_token_id(self) -> int:
@@ -122,7 +122,7 @@ class PkmLM(TemplateLM):
             new = continuation_windows(before, continuation, self.max_length)
             owners += [index] * len(new)
             found += new
-        # Trees need a mask, which only softmax attention takes; of other people's models it is not known.
+        # Trees need a mask, which only softmax attention takes; whether a hosted model takes it is not known.
         trees_fit = self.run.recipe.model.attention == "softmax" and not isinstance(self.run.model, Hosted)
         max_tokens = 2 * self.max_length if trees_fit else 0
         trees = sorted(build_prefix_trees(found, max_tokens), key=lambda tree: (-len(tree.tokens), tree.windows[0]))
@@ -160,7 +160,7 @@ class PkmLM(TemplateLM):
         return results
 
     def _from_all(self, scores: torch.Tensor) -> torch.Tensor:
-        """The scores of all ranks, each of which has its own in place and zeros elsewhere."""
+        """The scores of all ranks: the sum of tensors that hold a rank's own scores and zeros elsewhere."""
         scores = current_world().all_sum(scores)
         if not bool(scores.isfinite().all()):
             raise UserError(f"the scores of {self.run.name} at step {self.run.step} are not finite", exit_code=1)
@@ -182,7 +182,7 @@ class PkmLM(TemplateLM):
     def _score(
         self, batch: list[Row], score: Callable[[list[Row]], Iterable[Result]], tokens: Callable[[Row], int]
     ) -> list[Result]:
-        """Score a batch, in halves where memory runs out; no later forward pass is as large."""
+        """Score a batch; if memory runs out, score it in halves and keep all later forward passes smaller."""
         longest = max(map(tokens, batch))
         if len(batch) == 1 or len(batch) * longest <= self._max_tokens:
             try:
@@ -191,7 +191,7 @@ class PkmLM(TemplateLM):
                 if not is_out_of_memory(error):
                     raise
                 if len(batch) == 1:
-                    message = f"memory does not suffice to score {longest:,} tokens at a time"
+                    message = f"not enough memory to score {longest:,} tokens at a time"
                     raise UserError(message, exit_code=1) from None
             self._max_tokens = len(batch) * longest // 2
         half = (len(batch) + 1) // 2
@@ -223,7 +223,7 @@ class PkmLM(TemplateLM):
 
 
 def batches(rows: Sequence[Row], batch_size: Callable[[Row], int]) -> list[list[Row]]:
-    """Rows in their order, cut into batches; `batch_size` gives the rows of a batch from its first row."""
+    """Cut rows into batches, in order; `batch_size` maps the first row of a batch to its number of rows."""
     found: list[list[Row]] = []
     for row in rows:
         if found and len(found[-1]) < batch_size(found[-1][0]):
@@ -244,8 +244,8 @@ def score_tasks(
     """Score tasks.
 
     Args:
-        limit: only the first so many documents of each.
-        batch_size: questions a forward pass; None: by their length.
+        limit: score only the first so many documents of each task; None: all.
+        batch_size: questions per forward pass; None: by their length.
         advance: called with the tokens scored so far and in all.
 
     Returns:
@@ -294,12 +294,12 @@ def score_tasks(
 
 
 def task_record(task: ConfigurableTask, results: Json, samples: Sequence[Json]) -> Json:
-    """What is reported of a task.
+    """What is reported about a task.
 
-    Keys: n (documents), acc, acc_norm (shares of right answers: of the choice with the largest log p, or with the
-    largest log p by character), their standard errors (of a mean over documents), chance (of a random choice), always
-    (acc of giving the same answer to all, where all have the same choices), metrics (all others of the task that are
-    finite). None where the task has no such thing.
+    Keys: n (documents), acc, acc_norm (shares of right answers, by the choice with the largest log p or with the
+    largest log p per character), their standard errors (of a mean over documents), chance (acc of a random choice),
+    always (acc of giving each choice as the only answer, if all documents have the same choices), metrics (the task's
+    other finite metrics). None if a key does not apply to the task.
     """
     metrics = {
         key.removesuffix(",none"): value
@@ -327,7 +327,7 @@ def task_record(task: ConfigurableTask, results: Json, samples: Sequence[Json]) 
 
 
 def standard_error(values: Sequence[Any]) -> float | None:
-    """The standard error of a mean; None for fewer than two values, or for what is not numbers."""
+    """The standard error of a mean; None for fewer than two values, or if one is not a number."""
     if len(values) < 2 or not all(isinstance(value, int | float) for value in values):
         return None
     return stdev(values) / math.sqrt(len(values))

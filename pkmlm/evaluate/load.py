@@ -26,12 +26,12 @@ class LoadedRun:
     """A model with what it needs to read and write text.
 
     Attributes:
-        path: of the run directory, the exported folder, or the folder of what is attached.
+        path: of the run directory, the export or the attachment.
         step: of the checkpoint that the weights come from.
-        tokens: trained on until then.
-        exported: it is no run directory but a product, which no results are written into.
-        model: in evaluation mode, in fp32; tables of an export perhaps in 8 or 4 bits, a model with a memory attached
-            in its own dtype.
+        tokens: trained on until then; 0 for an attachment.
+        exported: it is an export or an attachment, not a run directory; no results are written into it.
+        model: in evaluation mode, in fp32; but tables of an export may be in 8 or 4 bits, and a model with a memory
+            attached is in its own dtype.
         data: sha256 of "tokenizer" and of the splits "train" and "valid" that it was trained on; empty for an export.
     """
 
@@ -52,8 +52,8 @@ class LoadedRun:
 
     @property
     def prefix(self) -> int:
-        """The token before the first one of a text: the end-of-document token, as in training; of a model with a memory
-        attached, what its config calls the beginning of a text, as lm-eval's own backend takes it.
+        """The token that is put before a text: the end-of-document token, as in training; for a model with a memory
+        attached, the `bos_token_id` of its config if there is one, as in lm-eval's own backend.
         """
         begin = self.model.begin if isinstance(self.model, Hosted) else None
         return self.tokenizer.eos if begin is None else begin
@@ -62,23 +62,23 @@ class LoadedRun:
 def load_run(
     path: str | Path, step: str | int = "best", device: str | torch.device | None = None, base: str | Path | None = None
 ) -> LoadedRun:
-    """Load a checkpoint of a run, an exported folder, or one that `pkmlm.attach`'s `save` wrote; these hold one step.
+    """Load a checkpoint of a run, an export, or an attachment that `Attachment.save` wrote; the last two hold one step.
 
     Args:
         path: the run directory or the folder.
-        step: "best" (by validation loss), "latest" or a number; either word names the one step of an export.
-        device: None: CUDA where there is one, else the CPU.
-        base: the folder of the model that it is attached to; None: where that was.
+        step: "best" (by validation loss), "latest" or a number; for an export, either word means its only step.
+        device: None: CUDA if available, else the CPU.
+        base: the folder of the model that an attachment belongs to; None: the one that it records.
 
     Raises:
-        UserError: no such run or checkpoint, or it is damaged; another step than that of the export.
+        UserError: no such run or checkpoint, or it is damaged; `step` is not that of the export.
     """
     device = torch.device(device) if device else default_device()
     path, step = Path(path), str(step)
     attached = is_attached(path)
     if base is not None and not attached:
-        message = f"--base {base} is for an attached memory, and {path} is none (no {ATTACHED} in it)"
-        raise UserError(message, "leave it out")
+        message = f"--base {base} is for an attached memory, which {path} is not (no {ATTACHED} in it)"
+        raise UserError(message, "leave --base out")
     if is_export(path):
         model: Transformer
         if attached:
@@ -87,7 +87,7 @@ def load_run(
         else:
             recipe, (_, held, tokens), model, tokenizer = read_export(path, device)
         if step not in ("best", "latest", str(held)):
-            raise UserError(f"{path} holds step {held} (found --step {step})", "leave --step out")
+            raise UserError(f"{path} holds only step {held} (found --step {step})", "leave --step out")
         check_values(model, path)
         frozen = model.eval().requires_grad_(False)
         return LoadedRun(path, held, tokens, recipe, frozen, tokenizer, device, exported=True)
@@ -123,7 +123,7 @@ def load_run(
 
 
 def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: str | Path | None = None) -> LoadedRun:
-    """Load a run on all ranks, from the same checkpoint even if one appears meanwhile; only one rank reports damage."""
+    """Load the same checkpoint of a run on all ranks, even if a new one appears meanwhile; one rank reports damage."""
     world = world or World()
     with world.collective_errors():
         run = load_run(path, step, base=base)
@@ -133,7 +133,7 @@ def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: st
 
 
 def check_values(model: Transformer, path: Path) -> None:
-    """Refuse weights that no training saves, whatever their hashes.
+    """Refuse weights that training cannot produce, even if their hashes match.
 
     Raises:
         UserError: (exit code 1) one is not finite, a variance or a scale is negative, or an n-gram memory's integers
@@ -141,9 +141,9 @@ def check_values(model: Transformer, path: Path) -> None:
     """
     for name, tensor in model.state_dict().items():
         if not is_finite(tensor) or (name.endswith(("running_var", "scale_K")) and (tensor < 0).any()):
-            message = f"{path}: {name} holds numbers that no training gives"
-            raise UserError(message, "evaluate another step, or train it again", exit_code=1)
+            message = f"{path}: {name} holds numbers that training cannot produce"
+            raise UserError(message, "evaluate another step, or train again", exit_code=1)
     for name, ids in model.named_buffers():
         limit = {"canonical_V": len(ids), "multipliers_HG": 2**32}.get(name.rpartition(".")[2])
         if limit is not None and not bool(((ids >= 0) & (ids < limit)).all()):  # rows would lie beyond the table
-            raise UserError(f"{path}: {name} holds numbers that no training gives", "copy it again", exit_code=1)
+            raise UserError(f"{path}: {name} holds numbers that training cannot produce", "copy it again", exit_code=1)

@@ -28,9 +28,9 @@ class Perplexity:
 
     Attributes:
         tokens: scored tokens: all but the end-of-document tokens.
-        nll: their sum of -log p, nats.
-        token_ppl, word_ppl, byte_ppl: exp(nll / count); None where that is more than a float holds, as where a text
-            without white space is a single word.
+        nll: the sum of their -log p, in nats.
+        token_ppl, word_ppl, byte_ppl: exp(nll / count); None if that overflows a float, as for a text without white
+            space, which is a single word.
         bits_per_byte: nll / bytes / log 2.
     """
 
@@ -79,26 +79,26 @@ def score(
     """Score documents with a model in evaluation mode; in the model's own precision, sums in float64.
 
     Args:
-        prefix: the token that stands before every document (the end-of-document token).
+        prefix: the token that is put before every document (the end-of-document token).
         stride: tokens scored by each window after a document's first; None: the context.
         batch: windows of a forward pass.
         watch: called before each forward pass with the positions that are scored, a bool tensor (B * T,).
         advance: called after each forward pass with the tokens scored so far; ends the evaluation by returning False.
-        world: ranks that take turns at the batches, each with all documents; each of them gets the result, which is
-            that of one process. All run as many forward passes, for ranks that shard the parameters gather them
+        world: ranks that take turns at the batches, each with all documents; each gets the result, the same as that of
+            a single process. All run equally many forward passes, because ranks that shard the parameters gather them
             together. None: this process alone.
 
     Returns:
         None if `advance` ended it.
 
     Raises:
-        UserError: stride outside 1 ... context; a score that is not finite (NotFinite, exit code 1).
+        UserError: stride outside 1 ... context; no tokens; a score that is not finite (NotFinite, exit code 1).
     """
     stride, world = stride or model.context, world or World()
     if not 1 <= stride <= model.context:
-        raise UserError(f"--stride {stride} is not possible (expected 1 to the model's context, {model.context})")
+        raise UserError(f"--stride {stride} is out of range (expected 1 to the model's context, {model.context})")
     tokens = 0
-    sums: list[float] = []  # of batches: adding them up in their order gives the same bits in any world
+    sums: list[float] = []  # one per batch: added up in order, they give the same bits in any world
     stream = (window for ids in documents.ids for window in windows(ids, prefix, model.context, stride))
     nothing: list[Window] = []
     while group := list(itertools.islice(stream, batch)):
@@ -110,7 +110,7 @@ def score(
         sums.append(sum(float(nll.sum()) for nll in score_windows(model, group, watch)))
         if advance is not None and not advance(tokens):
             return None
-    # Ranks without a batch in the last round run an empty one: FSDP needs as many forwards on each.
+    # Ranks without a batch in the last round run an empty one: FSDP needs equally many forward passes on all.
     if 0 < len(sums) % world.size <= world.rank:
         score_windows(model, nothing, watch)
     total = sum(world.all_sum(torch.tensor(sums, dtype=torch.float64)).tolist())

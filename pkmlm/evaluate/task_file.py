@@ -1,7 +1,7 @@
-"""What `--tasks` may name besides lm-eval's own tasks: suites of them, and definitions in a user's files.
+"""What `--tasks` accepts besides lm-eval's own tasks: suites of them, and definitions in a user's files.
 
-lm-eval's reader of definitions imports the Python that `!function` names, its metrics may be scripts of the hub, and
-some readers of `datasets` unpickle. A user's file therefore holds data and templates, and nothing in it is code.
+lm-eval's reader of definitions imports the Python that `!function` names, its metrics may be scripts from the hub, and
+some readers of `datasets` unpickle. A user's file may therefore hold only data and templates, no code.
 """
 
 import os
@@ -18,18 +18,18 @@ from pkmlm.recipe.nodes import Node, parse, yaml_text
 SUITES = {"memoryformer": ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")}  # table 1 of its paper
 LOCAL = ("json", "csv", "text", "parquet")  # readers of `datasets` for which a file is data and nothing else
 HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
-HINT = "a task of your own holds data and templates; what needs Python runs with lm-eval's own command"
+HINT = "a task of your own holds only data and templates; run one that needs Python with lm-eval's own command"
 
 
 def data_source(value: str) -> str:
-    """A reader of plain data or a data set of the hub; neither a local folder nor another reader of `datasets`."""
+    """Accept a reader of plain data or a data set on the hub; refuse a local folder and other readers of `datasets`."""
     if value not in LOCAL and (not HUB.fullmatch(value) or Path(value).exists()):
-        raise ValueError(f"expected {', '.join(LOCAL)}, or OWNER/NAME of a data set of the hub")
+        raise ValueError(f"expected {', '.join(LOCAL)}, or OWNER/NAME of a data set on the hub")
     return value
 
 
 def shipped_metric(value: str) -> str:
-    """A metric that ships with lm-eval, which would fetch and run a script of any other name."""
+    """Accept a metric that ships with lm-eval; for any other name, lm-eval would fetch and run a script."""
     import lm_eval.api.metrics  # noqa: F401 (fills the registry)
     from lm_eval.api.registry import METRIC_REGISTRY
 
@@ -39,9 +39,9 @@ def shipped_metric(value: str) -> str:
 
 
 def file_or_folder(value: str) -> str:
-    """A path that leads to no pipe or device, which the readers of `datasets` would wait for."""
+    """Refuse a path to a pipe or a device, on which the readers of `datasets` would wait."""
     if os.path.exists(value) and not (os.path.isfile(value) or os.path.isdir(value)):
-        raise ValueError("expected a regular file")
+        raise ValueError("expected a regular file or a folder")
     return value
 
 
@@ -53,7 +53,7 @@ Version = str | int | Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Definition(BaseModel):
-    """Keys whose values are data; any other key is refused, and null is as good as absent."""
+    """Keys whose values are data; any other key is refused, and null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -88,7 +88,7 @@ class FewShot(Templates):
 
 
 class Metric(BaseModel):
-    """A metric, and how it is summed up over rows."""
+    """A metric, and how it is aggregated over rows."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     metric: Annotated[str, AfterValidator(shipped_metric)]
@@ -104,7 +104,7 @@ class Metadata(BaseModel):
 
 
 class TaskFile(Templates):
-    """The keys of a user's task; they mean what they mean to lm-eval."""
+    """The keys of a user's task, with lm-eval's meaning."""
 
     task: Name | None = None
     include: Name | list[Name] | None = None
@@ -131,7 +131,7 @@ class TaskFile(Templates):
 
 
 def read_task_file(path: Path, includers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A user's definition with those that it includes; keys that are null are left out.
+    """A user's definition, with those that it includes; keys that are null are left out.
 
     Args:
         includers: the files that include this one.
@@ -161,9 +161,9 @@ def read_task_file(path: Path, includers: tuple[Path, ...] = ()) -> dict[str, An
 
 
 def misfit(error: ValidationError, tree: Node) -> str:
-    """The first value that does not fit: where it stands, what it is, and what was expected."""
+    """The first value that does not fit: where it is, what was found and what was expected."""
     first, *others = error.errors()
-    same = (other for other in others if other["loc"][0] == first["loc"][0])  # as another type, where several may stand
+    same = (other for other in others if other["loc"][0] == first["loc"][0])  # the same value as another allowed type
     first = max([first, *same], key=lambda each: len(each["loc"]))
     node, names = tree, []
     for part in first["loc"]:

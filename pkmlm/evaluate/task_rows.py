@@ -1,7 +1,7 @@
 """The rows of a zero-shot task, from a file of JSON lines (`--task-data`).
 
-They are put through all of the task's functions before a model is loaded, so that a bad one is named by its file and
-line.
+They are put through all of the task's functions before a model is loaded, so that a bad row is reported with its file
+and line.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from pkmlm.errors import UserError, read_errors
 from pkmlm.evaluate.task_file import LOCAL
 from pkmlm.runs.files import read_bytes
 
-LABELS = {"copa": (0, 1)}  # of stock tasks whose function takes any other label for the last
+LABELS = {"copa": (0, 1)}  # of stock tasks whose function treats any other label as the last
 
-SCRIPTS = ("EleutherAI/logiqa",)  # on the hub, which `datasets` 4 and newer do not run
+SCRIPTS = ("EleutherAI/logiqa",)  # data sets on the hub that `datasets` 4 and newer do not run
 
 Json = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Rows:
 
 
 def how_to_write(config: Json, file: Path) -> str:
-    """The lines that write the rows of a task: one for each row, or two of Python that fetch them."""
+    """A hint on how to write the rows of a task: a shell command for each row, or Python that fetches them all."""
     if config.get("dataset_path") in SCRIPTS:
         return f"write it for --task-data {file.parent}; `pkmlm help evaluation` lists its fields"
     if config.get("dataset_path") not in (None, *LOCAL):
@@ -53,7 +53,7 @@ def how_to_write(config: Json, file: Path) -> str:
         split = config.get("test_split") or config.get("validation_split")
         source = ", ".join(json.dumps(name) for name in names if name) + f", split={json.dumps(split)}"
         fetch = f"load_dataset({source}).to_json({json.dumps(str(file))}, force_ascii=False)"
-        where = f"where there is a network, write it for --task-data {file.parent}"
+        where = f"on a machine with network access, write it for --task-data {file.parent}"
         return f"{where}: from datasets import load_dataset; {fetch}"
     fields: list[str] = []
     for text in (config.get(key) for key in ("doc_to_text", "doc_to_choice", "doc_to_target")):
@@ -63,16 +63,16 @@ def how_to_write(config: Json, file: Path) -> str:
             with contextlib.suppress(TemplateError):
                 fields += sorted(meta.find_undeclared_variables(Environment().parse(text)))
     row = json.dumps(dict.fromkeys(fields, "..."))
-    where = f"write it for --task-data {file.parent}, a row a line, with values of your own"
+    where = f"write it for --task-data {file.parent}, one row per line, with values of your own"
     return f"{where}: echo {shlex.quote(row)} >> {shlex.quote(str(file))}"
 
 
 def read_rows(file: Path) -> Rows:
-    """The rows of a file of JSON lines; blank lines are passed over.
+    """The rows of a file of JSON lines; blank lines are skipped, and a missing field is null.
 
     Raises:
         UserError: the file cannot be read or holds no row; a line is not a JSON object; a field is of another type than
-            in the lines before. A field that is missing is null.
+            in the lines before.
     """
     with read_errors(file):
         data = read_bytes(file)
@@ -93,14 +93,14 @@ def read_rows(file: Path) -> Rows:
         data_set(rows)
     except (ValueError, TypeError, OverflowError) as error:  # pyarrow's among them
         count, found = first_failure(lambda count: data_set(rows, count), len(rows), error)
-        what = "its fields are of other types than in the rows before it" if count > 1 else "a field cannot be read"
+        what = "its fields have other types than in the rows before it" if count > 1 else "a field cannot be read"
         raise UserError(f"{file}:{lines[count - 1]}: {what}: {one_line(found)}") from None
     return Rows(file, hashlib.sha256(data).hexdigest(), rows, lines)
 
 
 def data_set(rows: Sequence[Json], count: int | None = None) -> datasets.Dataset:
-    """The first `count` rows (None: all) as a data set with the fields of all of them; `from_list` would take those of
-    the first row alone.
+    """The first `count` rows (None: all) as a data set with the fields of all rows; `from_list` alone would take only
+    those of the first row.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     return datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows[:count]])
@@ -120,7 +120,7 @@ def first_failure(attempt: Callable[[int], object], most: int, error: Exception)
 
 
 def bad_row(name: str, own: Path | None, rows: Rows, count: int, error: Exception) -> UserError:
-    """The error for the row number `count` of a file, which the task cannot use."""
+    """The error for row number `count` of a file, which the task cannot use."""
     where, why = f"{rows.file}:{rows.lines[count - 1]}", one_line(error)
     if own is not None:
         return UserError(f"{own} cannot be used with {where}: {why}")
@@ -129,11 +129,11 @@ def bad_row(name: str, own: Path | None, rows: Rows, count: int, error: Exceptio
 
 
 def check_examples(name: str, config: Json, from_file: bool, folder: Path | None) -> None:
-    """Refuse few-shot examples from a split that is empty, or from the questions themselves: only where the definition
-    names the test split does lm-eval leave out the question that is asked, with its answer.
+    """Refuse few-shot examples from a split that is empty, or from the questions themselves: lm-eval leaves out the
+    question that is asked, with its answer, only if the definition names the test split for the examples.
 
     Args:
-        from_file: the rows are those of a file, which is the split that is scored; all others are empty.
+        from_file: the rows come from a file, which becomes the scored split; all other splits are empty.
     """
     given = config.get("fewshot_config") or {}
     named = given.get("split") or config.get("fewshot_split")
@@ -143,7 +143,7 @@ def check_examples(name: str, config: Json, from_file: bool, folder: Path | None
     scored = test or validation
     place = f"{folder or 'DIR'}/{name}"
     files = f"{place}.train.jsonl" if from_file else f"{place}.train.jsonl beside all rows in {place}.jsonl"
-    hint = f"give examples, one JSON object a line, in {files} (--task-data), or none: --num-fewshot 0"
+    hint = f"give examples, one JSON object per line, in {files} (--task-data), or ask for none: --num-fewshot 0"
     if (named or training or validation or test) == scored:
         if named is None or named != test:
             raise UserError(f"--num-fewshot: no examples for {name} but its own questions", hint)
@@ -155,7 +155,7 @@ def check_rows(name: str, own: Path | None, task: ConfigurableTask, rows: Rows |
     """Put each row through the task's functions, and made-up scores through its metrics.
 
     Raises:
-        UserError: for a row, or for all of them together, these fail or give what cannot be scored.
+        UserError: for a row, or for all rows together, these fail or return what cannot be scored.
     """
     values: dict[str, list[Any]] = defaultdict(list)
     checks = [(rows, task.eval_docs, task.config.num_fewshot or 0)]
@@ -176,7 +176,7 @@ def check_rows(name: str, own: Path | None, task: ConfigurableTask, rows: Rows |
         for metric, found in values.items():
             task.aggregation()[metric](found)
     except Exception as error:
-        raise UserError(f"--tasks: {own or name}: lm-eval cannot sum up {metric}: {one_line(error)}") from None
+        raise UserError(f"--tasks: {own or name}: lm-eval cannot aggregate {metric}: {one_line(error)}") from None
 
 
 def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bool) -> Json:
@@ -184,10 +184,10 @@ def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bo
 
     Args:
         shots: few-shot examples before the question.
-        stock: lm-eval's own definition, whose functions may take a null for something else.
+        stock: the definition is lm-eval's own; its functions may take a null for something else.
 
     Raises:
-        Exception: whatever the task's functions raise; ValueError: what they give cannot be scored.
+        Exception: whatever the task's functions raise; ValueError: what they return cannot be scored.
     """
 
     def requests(document: Json, shots: int) -> list[Any]:
@@ -197,7 +197,7 @@ def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bo
 
     text = task.config.doc_to_text
     if isinstance(text, str) and text.isidentifier() and text not in document:
-        raise ValueError(f"no field {text!r}")  # lm-eval would ask for the word itself
+        raise ValueError(f"no field {text!r}")  # lm-eval would use the name itself as the question
     question = task.doc_to_text(document)
     if not task.multiple_input and not isinstance(question, str):
         raise ValueError(f"the question is {str(question)[:60]!r} (expected a text)")
@@ -227,6 +227,6 @@ def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bo
 
 
 def one_line(error: Exception) -> str:
-    """The first line of an error's message, with its kind: alone it often makes no sense."""
+    """The first line of an error's message, with its class, without which it often makes no sense."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line if type(error) is ValueError else f"{type(error).__name__}: {line}"

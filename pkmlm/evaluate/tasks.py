@@ -1,5 +1,5 @@
-"""Zero-shot tasks before they are scored: definitions, which lm-evaluation-harness ships or a user wrote, with rows
-from a file (`task_rows`) or from where the definition says.
+"""Load zero-shot tasks: definitions that lm-evaluation-harness ships or a user wrote, with rows from a file
+(`task_rows`) or from the source in the definition.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class ZeroShotTask:
     """A task that is ready to be scored.
 
     Attributes:
-        rows: None: they come from where the definition says.
+        rows: those of a file; None: they come from the source in the definition.
         own: the user's file that defines it; None: it ships with lm-eval.
     """
 
@@ -63,7 +63,7 @@ def load_tasks(names: str, folder: Path | None, num_fewshot: int | None) -> list
         num_fewshot: examples before each question; None: as many as the definition says.
 
     Raises:
-        UserError: no such task or file; a task that is not of log-likelihoods; rows that cannot be had or used.
+        UserError: no such task or file; a task not scored by log-likelihoods; rows that cannot be read or used.
     """
     asked = [name.strip() for name in names.split(",") if name.strip()]
     asked = list(dict.fromkeys(each for name in asked for each in SUITES.get(name, (name,))))
@@ -80,14 +80,14 @@ def load_tasks(names: str, folder: Path | None, num_fewshot: int | None) -> list
             config = stock_definition(name, manager) if own is None else read_task_file(own)
             task = load_task(config, own, manager, folder, num_fewshot)
             if task.name in found:
-                raise UserError(f"--tasks has two tasks named {task.name!r}", "rename the one of your own")
+                raise UserError(f"--tasks has two tasks named {task.name!r}", "rename your own")
             found[task.name] = task
     return list(found.values())
 
 
 def task_manager(names: Sequence[str]) -> TaskManager:
-    """lm-eval's index of its tasks: of the folders where these tasks should be, or, where one is not among them, of all
-    13,000, which takes ten seconds.
+    """lm-eval's index of its tasks: of the folders where these tasks should be or, if one is not found there, of all
+    13,000 tasks, which takes ten seconds.
     """
     root = Path(lm_eval.tasks.__file__).parent
     folders = sorted({root / part for name in names for part in (name, name.split("_")[0], "super_glue")})
@@ -99,17 +99,17 @@ def stock_definition(name: str, manager: TaskManager) -> Json:
     """The definition of one of lm-eval's own tasks, with its functions."""
     entry = manager.task_index.get(name)
     if name in (*manager.all_groups, *manager.all_tags):
-        raise UserError(f"--tasks: {name!r} is a group of tasks", "name the tasks themselves")
+        raise UserError(f"--tasks: {name!r} is a group of tasks", "give the names of its tasks")
     if entry is None or entry.yaml_path is None:
         known = [*SUITES, *manager.all_subtasks]
         near = difflib.get_close_matches(name, known)
         hint = f"did you mean {', '.join(near)}?" if near else "for example memoryformer, piqa, arc_easy or hellaswag"
         raise UserError(f"--tasks: lm-eval has no task {name!r}", hint)
     if "class" in (entry.cfg or {}):
-        raise UserError(f"--tasks: {name} is a program, not a definition; it runs with lm-eval's own command only")
+        raise UserError(f"--tasks: {name} is a program, not a definition; it runs only with lm-eval's own command")
     try:
         definition: Json = load_yaml(entry.yaml_path)
-    except Exception as error:  # from the Python that it names: a package that this needs is missing, say
+    except Exception as error:  # from the Python that it names, which may need a missing package
         raise UserError(f"--tasks: {name} cannot be loaded: {one_line(error)}") from None
     return definition
 
@@ -123,18 +123,18 @@ def load_task(
         raise UserError(f"{own}: no key 'task' with the task's name (expected an lm-eval task)")
     kind = config.get("output_type", "generate_until")  # lm-eval's default
     if kind not in KINDS:
-        raise UserError(f"--tasks: {name} is a task of {kind} (expected {', '.join(KINDS)})")
+        raise UserError(f"--tasks: {name} has output_type {kind} (expected {', '.join(KINDS)})")
     named = [config.get(f"{split}_split") for split in ("test", "validation", "training", "fewshot")]
     if not any(named[:2]):
-        raise UserError(f"{own or name}: neither test_split nor validation_split: nothing to score")
+        raise UserError(f"{own or name}: no test_split or validation_split, so nothing to score")
     for key in ("doc_to_text", "doc_to_target", "doc_to_choice"):
         needed = key != "doc_to_choice" or kind == "multiple_choice"
         if own is not None and needed and key not in config:
-            raise UserError(f"{own}: no key {key!r}, which a task of {kind} needs")
+            raise UserError(f"{own}: no key {key!r}, which output_type {kind} needs")
     config = {key: value for key, value in config.items() if key not in ("tag", "group", "task_list")}
     if num_fewshot is not None:
         config["num_fewshot"] = num_fewshot
-    made = config.get("custom_dataset") is not None  # by a function of lm-eval
+    made = config.get("custom_dataset") is not None  # its rows are made by a function of lm-eval
     on_hub = not made and config.get("dataset_path") not in (None, *LOCAL)
     file = (folder or Path("DIR")) / f"{name}.jsonl"
     rows = examples = None
@@ -147,19 +147,19 @@ def load_task(
         names_files = made or {"data_files", "data_dir"} & (config.get("dataset_kwargs") or {}).keys()
         missing = folder is not None if on_hub else not names_files
         if missing:
-            raise UserError(f"--task-data: no rows of {name} (expected {file})", how_to_write(config, file))
+            raise UserError(f"--task-data: no rows for {name} (expected {file})", how_to_write(config, file))
     shots_asked = config.get("num_fewshot") or 0
     if examples is None and shots_asked:
         check_examples(name, config, rows is not None, folder)
     if examples is not None:
         if shots_asked > len(examples.rows):
-            message = f"--num-fewshot {shots_asked}: {examples.file} has {len(examples.rows):,} examples"
+            message = f"--num-fewshot {shots_asked}: {examples.file} has only {len(examples.rows):,} examples"
             raise UserError(message, "ask for fewer")
-        shots_split = " ".join(filter(None, named)) + " examples"  # longer than any that is named
+        shots_split = " ".join(filter(None, named)) + " examples"  # longer than any split that is named
         config["fewshot_config"] = {**(config.get("fewshot_config") or {}), "split": shots_split}
 
     def build(count: int) -> ConfigurableTask:
-        """The task with so many of the rows."""
+        """The task with the first `count` rows."""
         if rows is None:
             return manager.load([config])["tasks"][name]
         scored, *others = dict.fromkeys(filter(None, named))
@@ -177,7 +177,7 @@ def load_task(
         if own is not None and not on_hub:
             raise UserError(f"{own} cannot be used with its rows: {one_line(error)}") from None
         raise UserError(
-            f"--tasks: no rows of {name} from the hub: {one_line(error)}", how_to_write(config, file)
+            f"--tasks: cannot load the rows of {name} from the hub: {one_line(error)}", how_to_write(config, file)
         ) from None
     totals = task.aggregation()
     totals.update({metric: functools.partial(bounded, total) for metric, total in totals.items()})
@@ -189,7 +189,7 @@ def load_task(
 
 
 def bounded(total: Callable[[Any], float], items: Any) -> float:
-    """The total of a metric; infinite where lm-eval divides by no bytes, or takes exp of more than floats hold."""
+    """The total of a metric; infinite if lm-eval divides by zero bytes or its exp overflows."""
     try:
         return total(items)
     except (OverflowError, ZeroDivisionError):
@@ -207,8 +207,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
-    """Keep lm-eval from writing on the terminal (its log, its bars, what its tasks print), and let it fill in templates
-    in a sandbox: in its own environment, they can call any function of Python.
+    """Keep lm-eval from writing to the terminal (log, bars, what its tasks print), and make it fill in templates
+    in a sandbox: in its own environment, they can call any Python function.
     """
     before, disabled = lm_eval.utils.env, logging.root.manager.disable
     lm_eval.utils.env = Sandbox(

@@ -1,6 +1,6 @@
 """Models as folders for `transformers`: written and read back (folder, config), with a model card (card).
 
-`attached` does the same for what is attached to a model of others. The files *_pkmlm.py travel with exported models and
-stand alone: they import nothing of pkmlm. Called by evaluate and usage reports (reading), `pkmlm export` and attachment
-(writing); imports model, data, runs and below.
+`attached` does the same for attachments to other models. The files *_pkmlm.py are copied into exported folders and
+stand alone: they import nothing from pkmlm. Called by evaluate and usage reports (reading), `pkmlm export` and
+attachment (writing); imports model, data, runs and below.
 """

@@ -1,7 +1,7 @@
 """What is attached to a network, as a folder: its weights, how it is attached, and which network it belongs to.
 
 attached.json says how; attached.safetensors holds the weights, in fp32; manifest.json the size and sha256 of both. The
-network itself is not saved: its name is, and a digest of its weights.
+network itself is not saved, only its name and a digest of its weights.
 """
 
 import hashlib
@@ -46,9 +46,8 @@ class Facts(TypedDict):
 
 
 def base_of(model: nn.Module) -> Base:
-    """What a folder keeps of a network. The digest is that of names, shapes and values in fp32 of all parameters and of
-    the buffers that are saved with them, such as tables in few bits, so that it is the same for a network in bf16 and
-    its copy in fp32.
+    """What a folder records about a network. The digest is of the names, shapes and fp32 values of all parameters and
+    saved buffers, such as tables in few bits, so that it is the same for a network in bf16 and its copy in fp32.
     """
     digest = hashlib.sha256()
     parameters = dict(base_parameters(model))
@@ -66,20 +65,20 @@ def base_of(model: nn.Module) -> Base:
 
 
 def write_attached(path: Path, attached: Attached, model: nn.Module, step: int, *, replace: bool) -> None:
-    """Write a folder, whole or not at all.
+    """Write a folder, completely or not at all.
 
     Args:
-        path: must not hold anything, but what this has written if `replace`.
+        path: must be new or empty; with `replace`, it may also hold what this function has written.
         model: the network that it is attached to.
         step: optimizer steps that it was trained for.
 
     Raises:
-        UserError: `path` is not free, or (exit code 1) the disk refused.
+        UserError: `path` is not free; (exit code 1) it cannot be written.
     """
     if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file (expected a folder, or none yet)")
+        raise UserError(f"{path} is a file (expected a new or empty folder)")
     if path.exists() and any(path.iterdir()) and not (replace and is_attached(path)):
-        also = ", or replace=True to write over what it holds" if is_attached(path) else ""
+        also = ", or pass replace=True to overwrite what it holds" if is_attached(path) else ""
         raise UserError(f"{path} is not empty", f"choose another folder{also}")
     for name in sorted(file.name for file in path.glob("*")):
         if name not in (ATTACHED, WEIGHTS, MANIFEST):
@@ -102,23 +101,23 @@ def write_attached(path: Path, attached: Attached, model: nn.Module, step: int, 
 
 
 def read_facts(path: Path) -> Facts:
-    """What a folder says of itself, once its files are found to be those that were written.
+    """The content of attached.json, once the files are found to be those that the manifest lists.
 
     Raises:
-        UserError: (exit code 1) it is no such folder, damaged or changed.
+        UserError: it is not such a folder; (exit code 1) it is damaged or was changed.
     """
     if not is_attached(path):
-        raise UserError(f"{path} is no folder of an attached memory (no {ATTACHED} in it)")
+        raise UserError(f"{path} is not the folder of an attached memory (no {ATTACHED} in it)")
     files = read_manifest(path, "attached memory", VERSION, HINT)["files"]
     if files.keys() != {ATTACHED, WEIGHTS}:
-        raise UserError(f"{path / MANIFEST} is not that of an attached memory", HINT, exit_code=1)
+        raise UserError(f"{path / MANIFEST} is not the manifest of an attached memory", HINT, exit_code=1)
     check_files(path, files, files, HINT)
     facts: Facts = read_json(path / ATTACHED, "the attached memory's description", HINT, exit_code=1, schema=Facts)
     return facts
 
 
 def check_base(path: Path, facts: Facts, model: nn.Module) -> None:
-    """Refuse another network than the one that a folder belongs to (UserError)."""
+    """Raise a UserError if `model` is not the network that a folder belongs to."""
     found, expected = base_of(model), facts["base"]
     if found["sha256"] != expected["sha256"]:
         what = "{architecture} {name!r} in {dtype}, weights {sha256:.12}".format
@@ -129,7 +128,7 @@ def check_base(path: Path, facts: Facts, model: nn.Module) -> None:
 
 
 def read_weights(path: Path, facts: Facts, attached: Attached) -> None:
-    """Load the weights of a folder, which has these facts, into what is attached to a network.
+    """Load the weights of a folder with these facts into what is attached to a network.
 
     Raises:
         UserError: what is attached is of another kind or shape.
@@ -137,5 +136,7 @@ def read_weights(path: Path, facts: Facts, attached: Attached) -> None:
     expected: dict[str, Any] = {**facts}
     for key in ("kind", "arguments", "layers", "mode", "dim"):
         if (found := getattr(attached, key)) != expected[key]:
-            raise UserError(f"{path}: {key} is {expected[key]} (here, {found})", "attach what the folder holds")
+            raise UserError(
+                f"{path}: {key} is {expected[key]} (found {found} here)", "attach with the settings of the folder"
+            )
     load_tensors(path / WEIGHTS, attached.state_dict(), {})

@@ -28,13 +28,13 @@ def card_of(
         parameters: of the whole model.
         dtype, table_bits: as for `write_export`.
         scores: "token_ppl" and "bits_per_byte" by what was scored, see `known_scores`.
-        package: what the tokenizer needs.
+        package: the one that the tokenizer needs.
     """
     model = recipe.model
     length = min(40, model.context // 2)  # the model sees no further than its context
     source = recipe.train.init_from
     start = f", from the weights of {printable(Path(source).name)}, whose own training is not counted" if source else ""
-    tables = f", tables in {table_bits} bits with a scale a row (scores are those before)" if table_bits else ""
+    tables = f", tables in {table_bits} bits with one scale per row (scored before rounding)" if table_bits else ""
     facts = [
         f"- {parameters:,} parameters in {dtype}{tables}; {model.layers} layers of width {model.dim}, "
         f"{model.heads} attention heads, a context of {model.context:,} tokens",
@@ -65,8 +65,8 @@ inputs = tokenizer("It was", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens={length})[0], skip_special_tokens=True))
 ```
 
-`path` is this folder. The tokenizer (it needs `pip install {package}`) loses nothing: every text comes back from
-decoding. It puts the end-of-document token before a text, as training did; `add_special_tokens=False` leaves it out.
+`path` is this folder. The tokenizer (it needs `pip install {package}`) is lossless: decoding returns every text
+unchanged. It puts the end-of-document token before a text, as in training; `add_special_tokens=False` leaves it out.
 """
 
 
@@ -90,8 +90,8 @@ def described(model: Model) -> str:
 
 
 def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:
-    """The scores of a step, by what was scored: the splits that `pkmlm eval` read whole, or else what training's
-    validation read of the valid split.
+    """The scores of a step, by what was scored: the splits that `pkmlm eval` scored in full; if the valid split is not
+    among them, what validation in training scored of it.
     """
     scores: dict[str, dict[str, Any]] = {}
     for split in ("valid", "test"):

@@ -1,4 +1,4 @@
-"""config.json of an exported model: a recipe as `transformers` knows models, and back."""
+"""config.json of an exported model: from a recipe to a `transformers` configuration, and back."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer
 
 CONFIG = "config.json"
-ATTACHED = "attached.json"  # of a folder of what is attached to a model of `transformers`
+ATTACHED = "attached.json"  # in the folder of what is attached to a `transformers` model
 TOKENIZER_CODE = "tokenization_pkmlm.py"
 CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "ngram_pkmlm.py", TOKENIZER_CODE)
 MODEL_TYPE = "pkmlm"
@@ -27,7 +27,7 @@ DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Trained(TypedDict):
-    """What config.json knows of the model's training."""
+    """What config.json holds about the model's training."""
 
     recipe: NotRequired[dict[str, Any] | None]
     run: NotRequired[str | None]
@@ -44,25 +44,25 @@ class Origin(NamedTuple):
 
 
 def is_attached(path: Path) -> bool:
-    """Whether a folder holds what is attached to a model of `transformers`."""
+    """Whether a folder holds what is attached to a `transformers` model."""
     return (path / ATTACHED).is_file()
 
 
 def is_export(path: Path) -> bool:
-    """Whether a folder is meant for `transformers`, if only the rest of one, or holds what is attached to one of its
-    models: a product that no results are written into. A run directory is not."""
+    """Whether a folder is an export, even an incomplete one, or holds what is attached to a `transformers` model: no
+    results are written into it. A run directory is neither."""
     return any((path / name).is_file() for name in (CONFIG, *CODE, ATTACHED)) and not (path / "recipe.yaml").exists()
 
 
 def config_of(
     recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin, dtype: str, table_bits: int | None
 ) -> dict[str, Any]:
-    """The content of config.json: the recipe's `model` key by key, all else of the recipe under `trained`.
+    """The content of config.json: the recipe's `model` key by key, the rest of the recipe under `trained`.
 
     Args:
         rows: of the embedding.
         dtype: of the weights, a key of `DTYPE_NAMES`.
-        table_bits: one of `TABLE_BITS`, in which the tables are; None: in `dtype`.
+        table_bits: of an entry of a table, one of `TABLE_BITS`; None: tables are in `dtype`.
     """
     layers = [f"{layer}+" if beside else str(layer) for layer, beside in memory_layers(recipe.model).items()]
     model = replace(recipe.model, vocab_size=rows, memory=replace(recipe.model.memory, layers=tuple(layers)))
@@ -85,7 +85,7 @@ def config_of(
 
 
 def special_ids(tokenizer: "Tokenizer") -> dict[str, int]:
-    """The document separator begins and ends a text."""
+    """The special tokens: the end-of-document token begins and ends a text."""
     return {
         "bos_token_id": tokenizer.eos,
         "eos_token_id": tokenizer.eos,
@@ -99,11 +99,10 @@ def tokenizer_config(tokenizer: "Tokenizer", context: int) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> tuple[Recipe, Origin, int | None]:
-    """The recipe, the origin and the bits of tables in a config.json; keys that are not there have the recipe's
-    defaults.
+    """The recipe, the origin and the bits of tables in a config.json; missing keys have the recipe's defaults.
 
     Raises:
-        UserError: another kind of model; (exit code 1) not such a file, or a model that cannot be built.
+        UserError: another kind of model; (exit code 1) not a model's configuration, or a model that cannot be built.
     """
     config = read_json(path, "the model's configuration", exit_code=1)
     found = config.get("model_type") if isinstance(config, dict) else None

@@ -18,10 +18,10 @@ class PkmlmConfig(PretrainedConfig):
         residual: "sequential" or "parallel".
         ffn_dim: inner width of the FFN; None: 4 * dim.
         activation: "gelu" or "relu".
-        memory, hash, ngram: the mappings of these names; what they leave out has its default. memory["layers"] holds
-            "5" for a memory in place of the FFN of the fifth block, "5+" for one beside it.
-        table_bits: 8 or 4: the tables of memories (n-gram tables, too) and of hash layers are codes of so many bits,
-            with one scale per row; None: they are weights like others.
+        memory, hash, ngram: the recipe's mappings; missing keys have their defaults. memory["layers"] holds "5" for a
+            memory in place of the FFN of the fifth block, "5+" for one beside it.
+        table_bits: 8 or 4: the tables of memories (n-gram tables, too) and of hash layers are codes of this many bits,
+            with one scale per row; None: they are ordinary weights.
         trained: where the weights come from: run, step, tokens and the rest of the recipe. The model does not use it.
     """
 

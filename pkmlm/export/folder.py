@@ -2,7 +2,7 @@
 
 The weights have the names of our own model below "model."; an untied head is "lm_head". A table in 8 or 4 bits,
 `weight_KD`, is stored as `codes_KC` and `scale_K` (`kernels.reference.Quantized`). manifest.json holds the size
-and sha256 of each file but the card and the settings of generation, which are the user's.
+and sha256 of each file except the card and generation_config.json, which the user may edit.
 """
 
 import contextlib
@@ -55,22 +55,22 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHERS = {INDEX, "generation_config.json", TOKENIZER_CONFIG, "README.md"}
-# Queries and keys decide which slots are read: in training too their search is in fp32, whatever the precision.
+# Queries and keys decide which slots are read: training, too, searches in fp32, whatever the precision.
 KEPT = re.compile(r"\.memory\.(query\.|key_norm\.|subkeys_H2nf$|keys_HKq$)")
 TABLE = "weight_KD"  # the last part of the name of a table
 BLOCK = 1 << 16  # rows quantized at a time
 HINT = "it is damaged or was changed: export the run again"
-CHANGED = f"{HINT}, or delete {MANIFEST} to take it as it is"
-# Types of weights that are read, as their files say them.
+CHANGED = f"{HINT}, or delete {MANIFEST} to use it as it is"
+# Types of weights that are read, under the names of safetensors.
 FLOATS = ("F64", "F32", "BF16", "F16")
 CODES = {torch.int8: ("I8",), torch.uint8: ("U8",), torch.int64: ("I64",)}
 
 
 def check_free(path: Path, force: bool) -> None:
-    """Refuse a place where something would be lost.
+    """Refuse a folder if something in it would be lost.
 
     Raises:
-        UserError: it is a file, it is not empty and `force` is not given, it holds what no export wrote, or no export.
+        UserError: it is a file; it is not empty, and `force` is false, it is not an export, or it holds other files.
     """
     if exists(path) and not path.is_dir():
         raise UserError(f"-o {path} is a file (expected a folder)")
@@ -87,7 +87,7 @@ def check_free(path: Path, force: bool) -> None:
         found = None
     if entries and found != MODEL_TYPE:
         expected = f"expected {CONFIG} with model_type {MODEL_TYPE!r}"
-        raise UserError(f"-o {path} is no export, which --force could replace ({expected})", "choose another folder")
+        raise UserError(f"-o {path} is not an export that --force could replace ({expected})", "choose another folder")
 
 
 def write_export(
@@ -102,17 +102,17 @@ def write_export(
     table_bits: int | None = None,
     force: bool = False,
 ) -> int:
-    """Write a model, whole or not at all; return the bytes of its weights.
+    """Write a model, completely or not at all; return the size of its weights in bytes.
 
     Args:
-        path: the folder; see `check_free` for what may stand there.
+        path: the folder; see `check_free` for what it may hold.
         card: the text of README.md.
         dtype: of the weights: "fp32", "bf16" or "fp16"; a memory's queries and keys stay in fp32.
-        table_bits: 8 or 4: of the entries of the tables; None: they are in `dtype`.
+        table_bits: of an entry of a table, 8 or 4; None: tables are in `dtype`.
 
     Raises:
-        UserError: `path` is not free; the attention is no softmax; a weight does not fit the dtype, or the disk refused
-            (exit code 1).
+        UserError: `path` is not free; the attention is not softmax; (exit code 1) a weight does not fit the dtype, or
+            the folder cannot be written.
     """
     check_free(path, force)
     require_softmax(recipe.model, origin.run, "be exported")
@@ -124,7 +124,7 @@ def write_export(
         if model.ngram_ids is not None:
             config["canonical_sha256"] = canonical_sha256(model.ngram_ids.canonical_V.cpu())
         write_json(folder / CONFIG, config)
-        spare = list(range(tokenizer.size, rows))  # rows of the embedding that are no pieces
+        spare = list(range(tokenizer.size, rows))  # rows of the embedding without a piece
         generation = special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
         write_json(folder / "generation_config.json", generation)
         settings = tokenizer_config(tokenizer, recipe.model.context)
@@ -171,13 +171,13 @@ def write_weights(file: Path, model: nn.Module, dtype: str, table_bits: int | No
 
 
 class WeightIndex(TypedDict):
-    """What the index must hold where the weights lie in several files, as `transformers` saves large ones."""
+    """What the index must hold if the weights are in several files, as `transformers` saves large models."""
 
     weight_map: dict[str, str]
 
 
 class Export(NamedTuple):
-    """What a folder holds: `model` in evaluation mode, in fp32, but for tables in few bits."""
+    """What a folder holds; `model` is in evaluation mode and in fp32, except for tables in few bits."""
 
     recipe: Recipe
     origin: Origin
@@ -186,10 +186,10 @@ class Export(NamedTuple):
 
 
 def read_export(path: Path, device: torch.device) -> Export:
-    """Read an exported model; no code of the folder is run, and `transformers` is not needed.
+    """Read an exported model; no code in the folder is run, and `transformers` is not needed.
 
-    What manifest.json lists is checked against it. A folder without one (a model that `transformers` has saved, say)
-    is read as it is.
+    Files are checked against manifest.json. A folder without one (a model that `transformers` has saved, say) is read
+    as it is.
 
     Raises:
         UserError: another kind of model; (exit code 1) it is incomplete, damaged or changed.
@@ -212,7 +212,7 @@ def read_export(path: Path, device: torch.device) -> Export:
     if model.ngram_ids is not None:
         expected = read_json(path / CONFIG, "the model's configuration").get("canonical_sha256")
         if canonical_sha256(model.ngram_ids.canonical_V.cpu()) != expected:
-            raise UserError(f"{path}: its canonical ids are not those that {CONFIG} names", HINT, exit_code=1)
+            raise UserError(f"{path}: its canonical ids do not match {CONFIG} (canonical_sha256)", HINT, exit_code=1)
     return Export(recipe, origin, model.eval(), tokenizer)
 
 
@@ -220,23 +220,23 @@ def verify(path: Path) -> None:
     """Check the files that manifest.json lists.
 
     Raises:
-        UserError: (exit code 1) one is missing or has other bytes, or it is no manifest of this version.
+        UserError: (exit code 1) one is missing or was changed, or the manifest is not one of this version of an export.
     """
     files = read_manifest(path, "export", VERSION, CHANGED, version_exit_code=1)["files"]
     if CONFIG not in files or files.keys().isdisjoint(TOKENIZERS) or any("/" in name for name in files):
-        raise UserError(f"{path / MANIFEST} is no manifest of an export", CHANGED, exit_code=1)
+        raise UserError(f"{path / MANIFEST} is not the manifest of an export", CHANGED, exit_code=1)
     for name in files:
-        if not exists(path / name):  # which no deleted manifest would make whole
+        if not exists(path / name):  # deleting the manifest would not help
             raise UserError(f"{path / name} is missing", HINT, exit_code=1)
     check_files(path, files, files, CHANGED)
 
 
 @contextlib.contextmanager
 def open_weights(path: Path, expected: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """The weights of a folder by name, slices of its open files.
+    """The weights of a folder by name, as slices of its open files.
 
     Args:
-        expected: tensors of the names, shapes and kinds that they must have; these need no storage.
+        expected: tensors with the names, shapes and kinds that the weights must have; meta tensors will do.
 
     Raises:
         UserError: (exit code 1) a file is missing or damaged, or holds other tensors.
@@ -246,7 +246,7 @@ def open_weights(path: Path, expected: dict[str, Tensor]) -> Iterator[dict[str, 
         index = read_json(path / INDEX, "the index of the weights", HINT, exit_code=1, schema=WeightIndex)
         names = set(index["weight_map"].values())
         if not all(map(SHARD.fullmatch, names)):
-            raise UserError(f"{path / INDEX} is no index of weights", HINT, exit_code=1)
+            raise UserError(f"{path / INDEX} is not an index of weights", HINT, exit_code=1)
     with contextlib.ExitStack() as stack:
         try:
             files = [stack.enter_context(open_safetensors(path / name)) for name in names]

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding_bag, gelu, relu, rms_norm, silu, softp
 
 from .configuration_pkmlm import PkmlmConfig
 
-SCORES = 1 << 24  # scores of flat keys, and entries of rows of experts, that exist at a time
+SCORES = 1 << 24  # most scores of flat keys, or entries of rows, that exist at a time
 WEIGHTS = {"softmax": lambda scores: scores.softmax(-1), "relu": relu, "none": lambda scores: scores}
 
 
@@ -31,8 +31,9 @@ def top_k(scores_Rn: Tensor, k: int) -> Tensor:
 class Values(nn.Module):
     """A table of rows, read as weighted sums or as products.
 
-    In few bits it is codes and the largest entry of each row, and an entry is scale * (code / 127), in 4 bits scale *
-    (code / 7): one byte has the codes of columns c (low half) and C + c. Such a table is not trained.
+    In few bits, it holds codes and each row's largest absolute entry, its scale. An entry is scale * (code / 127), in 4
+    bits scale * (code / 7), where one byte holds the codes of columns c (low half) and C + c. Such a table is not
+    trained.
     """
 
     def __init__(self, config: PkmlmConfig, rows: int, width: int):
@@ -60,13 +61,13 @@ class Values(nn.Module):
         return self.scale_K[rows_Nr].float()[..., None] * (codes_NrD.float() / (127 if self.bits == 8 else 7))
 
     def chunks(self, rows_Nr: Tensor, other: Tensor) -> Any:
-        """The rows of a few tokens at a time, with what else there is of these."""
+        """The rows of a few tokens at a time, with the same tokens' part of `other`."""
         size = max(1, SCORES // (rows_Nr.shape[1] * self.width))
         return zip(map(self.rows, rows_Nr.split(size)), other.split(size), strict=True)
 
     @property
     def device(self) -> torch.device:
-        """Of the table: layers on several devices may share it."""
+        """The table's device; layers on other devices may share the table."""
         return (self.weight_KD if self.bits is None else self.codes_KC).device
 
     def forward(self, rows_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class HashLayer(nn.Module):
 
 
 class MemoryBlock(nn.Module):
-    """Two hash layers in place of an FFN, a LayerNorm between."""
+    """Two hash layers in place of an FFN, with a LayerNorm between."""
 
     def __init__(self, config: PkmlmConfig):
         super().__init__()
@@ -126,7 +127,7 @@ class MemoryBlock(nn.Module):
 
 
 class QueryBatchNorm(nn.Module):
-    """Batch normalisation by the running statistics, in fp32; they stay as they are in training too."""
+    """Batch normalisation with the running statistics, in fp32; training does not change them either."""
 
     def __init__(self, features: int):
         super().__init__()
@@ -164,7 +165,7 @@ class Query(nn.Module):
 
 
 class KeyNorm(nn.Module):
-    """Root-mean-square normalisation of keys and of the parts of queries that meet them, with a gain each, in fp32."""
+    """Root-mean-square normalisation of keys and of the query parts compared with them, with a gain each, in fp32."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -177,7 +178,7 @@ class KeyNorm(nn.Module):
 
 
 class Pool(nn.Module):
-    """The tables of a memory; of several, which share them, if the model owns it."""
+    """The tables of one memory or, if the model owns the pool, of all memories, which share them."""
 
     def __init__(self, config: PkmlmConfig):
         super().__init__()
@@ -215,7 +216,7 @@ class KeyMemory(nn.Module):
         if pool is None:
             for name, table in Pool(config).named_children():
                 self.add_module(name, table)
-        else:  # plain attributes: the model has them as modules
+        else:  # plain attributes: the model owns the modules
             self.__dict__.update(pool.named_children())
         self.activation = None
         if memory["kind"] == "peer":

@@ -37,7 +37,7 @@ def rotate(x_BhTe: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def visible(new: int, past: int, total: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """Which of `total` keys each of `new` queries sees, (B or 1, 1, T, S); None where plain causality says it.
+    """Which of `total` keys each of `new` queries sees, (B or 1, 1, T, S); None if plain causality suffices.
 
     Args:
         past: positions before the queries. A cache of fixed size has more keys than positions.
@@ -57,7 +57,7 @@ def visible(new: int, past: int, total: int, mask: Tensor | None, device: torch.
 
 
 class Attention(nn.Module):
-    """Multi-head causal attention. A hash layer gives q, k and v where projections are hashed, with no output map."""
+    """Multi-head causal attention. With hashed projections, a hash layer gives q, k and v; there is no output map."""
 
     def __init__(self, config: PkmlmConfig, index: int):
         super().__init__()
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         if cos_sin is not None:
             q_BhTe, k_BhTe = rotate(q_BhTe, cos_sin), rotate(k_BhTe, cos_sin)
         if cache is not None:
-            # A cache of fixed size asks for its places, in early releases of transformers 5.
+            # In early releases of transformers 5, a cache of fixed size needs the places.
             place = {"cache_position": torch.arange(past, past + new, device=x_BTD.device)}
             k_BhTe, v_BhTe = cache.update(k_BhTe, v_BhTe, self.index, place)
         seen = visible(new, past, k_BhTe.shape[2], mask, x_BTD.device)
@@ -106,7 +106,7 @@ class FFN(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an FFN (or its hash tables), a memory, or both side by side; an n-gram memory before."""
+    """Attention, then an FFN (or its hash tables), a memory, or both side by side; perhaps an n-gram memory first."""
 
     def __init__(self, config: PkmlmConfig, index: int, pool: Pool | None):
         super().__init__()
@@ -135,7 +135,7 @@ class Block(nn.Module):
 
 
 class PkmlmPreTrainedModel(PreTrainedModel):
-    """What the two models share: how `transformers` may treat them, and the weights of a new one."""
+    """What the two models share: how `transformers` may treat them, and the initial weights of a new one."""
 
     config_class = PkmlmConfig
     base_model_prefix = "model"
@@ -152,14 +152,14 @@ class PkmlmPreTrainedModel(PreTrainedModel):
         self._keep_in_fp32_modules_strict = kept
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As the library's; the canonical ids of n-gram memories follow."""
+        """As in the library; the canonical ids of n-gram memories are resized, too."""
         embedding = super().resize_token_embeddings(*args, **kwargs)
         if self.base_model.ngram_ids is not None:
             self.config.canonical_sha256 = self.base_model.ngram_ids.resize(embedding.num_embeddings)
         return embedding
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Fill a new model; the training of one from nothing is the business of pkmlm itself."""
+        """Initialise a new model; to train one from scratch, use pkmlm itself."""
         for name, parameter in module.named_parameters(recurse=False):
             if name == "bias":
                 nn.init.zeros_(parameter)
@@ -213,7 +213,7 @@ class PkmlmModel(PkmlmPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """The final norm's output; positions that are not given are counted from the first that is not padding.
+        """The final norm's output; by default, positions are counted from the first that is not padding.
 
         Args:
             cache: the keys and values of earlier positions, a `Cache`; transformers before 5.24 calls it
@@ -223,7 +223,7 @@ class PkmlmModel(PkmlmPreTrainedModel):
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; more positions than the context has.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, and not both")
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
         x_BTD = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values if cache is None else cache
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
@@ -284,11 +284,11 @@ class PkmlmForCausalLM(PkmlmPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits (B, T, V) of the next tokens, of the last `logits_to_keep` positions (0: of all).
+        """Logits (B, T, V) of the next tokens, at the last `logits_to_keep` positions (0: at all).
 
         Args:
-            labels: (B, T), the inputs themselves: they are shifted here; -100 is not scored. `loss` is then the mean of
-                -log p in nats.
+            labels: (B, T), the input ids, which are shifted here; -100 is not scored. `loss` is then the mean of -log p
+                in nats.
         """
         found = self.model(
             input_ids=input_ids,

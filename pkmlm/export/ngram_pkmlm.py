@@ -19,19 +19,19 @@ TAPS = 4
 
 
 class History(NamedTuple):
-    """Keeps what depends on earlier positions in layers of the cache beyond those of attention, so that all that is
-    done to a cache (reordering, cropping, copying) is done to it.
+    """Keeps what depends on earlier positions, in layers of the cache beyond those of attention, so that whatever is
+    done to a cache (reordering, cropping, copying) is done to it too.
 
     Attributes:
         cache: a `Cache`; None: there are no earlier positions.
-        layers: of attention.
+        layers: the number of attention layers.
     """
 
     cache: Any
     layers: int
 
     def append(self, place: int, x_BTX: Tensor) -> Tensor:
-        """Add the new positions; return all of them (B, S, X)."""
+        """Add the new positions; return all positions so far (B, S, X)."""
         if self.cache is None:
             return x_BTX
         while len(self.cache.layers) <= self.layers + place:
@@ -41,7 +41,7 @@ class History(NamedTuple):
 
 
 class Past(NamedTuple):
-    """Of each new token, the canonical ids and places of itself and of those before it in its document; 0: none."""
+    """The canonical ids and places of each new token and of those before it in its document; 0: no such token."""
 
     ids_BTG: Tensor
     places_BTj: Tensor
@@ -49,7 +49,7 @@ class Past(NamedTuple):
 
 
 class NGramIds(nn.Module):
-    """Finds the tokens before each token. A document sees nothing before its first token, whose canonical id is 0."""
+    """Finds the tokens before each token. A token with canonical id 0 begins a document and sees nothing before it."""
 
     def __init__(self, config: PkmlmConfig):
         super().__init__()
@@ -60,7 +60,7 @@ class NGramIds(nn.Module):
         self.register_buffer("canonical_V", torch.arange(config.vocab_size))
 
     def resize(self, size: int) -> str:
-        """Let the vocabulary have so many tokens, a new one its own canonical id; return the sha256 of the map."""
+        """Resize the map to `size` tokens, a new token being its own canonical id; return the sha256 of the map."""
         kept_V = self.canonical_V[:size]
         self.canonical_V = torch.cat([kept_V, torch.arange(len(kept_V), size, device=kept_V.device)])
         return hashlib.sha256(self.canonical_V.cpu().numpy().astype("<i8").tobytes()).hexdigest()
@@ -69,7 +69,7 @@ class NGramIds(nn.Module):
         """What each token sees before it.
 
         Args:
-            mask: of attention: (B, S), false for padding; or (B, 1, T, S), which keys each token sees.
+            mask: the attention mask: (B, S), false for padding; or (B, 1, T, S), which keys each token sees.
 
         Raises:
             ValueError: no tokens.
@@ -92,7 +92,7 @@ class NGramIds(nn.Module):
 
 
 def sees_the_one_before(mask: Tensor, past: int, total: int) -> Tensor:
-    """Whether the token at each position sees that at the position before (B, S), by the attention's mask."""
+    """Whether the token at each position sees the one before it (B, S), by the attention mask."""
     if mask.ndim == 2:
         return nn.functional.pad(mask[:, : total - 1].bool(), (1, 0))
     seen_BTS = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, :, :total]
@@ -103,7 +103,7 @@ def sees_the_one_before(mask: Tensor, past: int, total: int) -> Tensor:
 
 
 class NGramMemory(nn.Module):
-    """What tables hold for the last 1 to G tokens, behind a gate (Engram, arXiv 2601.07372), or added as it is."""
+    """What tables hold for the last 1 to G tokens, behind a gate (Engram, arXiv 2601.07372) or scaled by one factor."""
 
     def __init__(self, config: PkmlmConfig, place: int):
         super().__init__()

@@ -8,7 +8,7 @@ from typing import Any
 import sentencepiece
 from transformers import PreTrainedTokenizer
 
-MARK = "\u2581"  # SentencePiece writes a space so; in a text it is spelt in bytes
+MARK = "\u2581"  # SentencePiece's sign for a space; one in a text is encoded in bytes
 MARK_PIECES = ["<0xE2>", "<0x96>", "<0x81>"]
 WINDOW = 2048  # characters encoded at a time, as in training
 LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
@@ -28,11 +28,11 @@ def chunks(text: str) -> Iterator[str]:
 
 
 class PkmlmTokenizer(PreTrainedTokenizer):
-    """A SentencePiece model that loses nothing: decoding gives every text back.
+    """A lossless SentencePiece model: decoding returns every text unchanged.
 
-    The end-of-document token stands before every text, as in training; `add_special_tokens=False` leaves it out.
-    Nothing that a text holds is read as a special token (`split_special_tokens=False` lets it be). Padding is the
-    unknown token, which no text needs.
+    The end-of-document token is put before every text, as in training; `add_special_tokens=False` leaves it out.
+    Nothing in a text is read as a special token, unless `split_special_tokens=False`. Padding is the unknown token,
+    which no text needs.
 
     Args:
         vocab_file: the SentencePiece model.
@@ -75,7 +75,7 @@ class PkmlmTokenizer(PreTrainedTokenizer):
         return self.processor.id_to_piece(index if index < self.vocab_size else self.processor.unk_id())
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of pieces; special tokens stand in it under their names."""
+        """The text of pieces; special tokens appear in it under their names."""
         texts: list[str] = []
         ids: list[int] = []
         for token in tokens:

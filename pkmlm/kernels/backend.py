@@ -16,14 +16,14 @@ from pkmlm.kernels import reference
 
 
 def of(x: Tensor) -> ModuleType:
-    """The module whose kernels take tensors like x: numba's for fp32 on the CPU, Triton's for up to 32-bit floats on
-    CUDA, else the reference. All define what `ops` asks of them, by the names that `reference` has for it.
+    """The module whose kernels take tensors like x: numba's for fp32 on the CPU, Triton's for floats of up to 32 bits
+    on CUDA, else the reference. Each defines what `ops` calls, under the same names as `reference`.
 
     Raises:
         UserError: Triton cannot build its kernels on this machine.
     """
     if x.device.type == "cpu" and x.dtype == torch.float32:
-        from pkmlm.kernels import cpu  # when a kernel is first called: numba takes a while
+        from pkmlm.kernels import cpu  # only when a kernel is called: numba takes a while to import
 
         return cpu
     if x.device.type == "cuda" and x.dtype != torch.float64:
@@ -33,7 +33,11 @@ def of(x: Tensor) -> ModuleType:
 
 @cache
 def triton_kernels() -> ModuleType:
-    """Triton's kernels; what it needs to build them is looked for once, before the first of them is."""
+    """Triton's kernels. Whether it can build them is checked once, before the first is built.
+
+    Raises:
+        UserError: something that it needs is missing.
+    """
     lacking = lacking_for_triton()
     if lacking:
         raise UserError(
@@ -47,9 +51,9 @@ def triton_kernels() -> ModuleType:
 
 
 def lacking_for_triton() -> list[str]:
-    """What Triton builds kernels with and does not find here: it compiles a launcher for each in C, while it runs."""
+    """What Triton needs and does not find here: at run time, it compiles a launcher in C for each kernel."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    scheme = sysconfig.get_default_scheme()  # that of Ubuntu's Python names a folder without headers
+    scheme = sysconfig.get_default_scheme()  # Ubuntu's default points to a folder without headers
     include = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     there = {
         "package triton": importlib.util.find_spec("triton") is not None,

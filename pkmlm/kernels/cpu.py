@@ -1,11 +1,12 @@
-"""The memory's kernels for the CPU, compiled by numba: fp32. Here rows of tables are read, compared, summed by row, and
-updated; `cpu_search` finds which rows.
+"""The memory's kernels for the CPU, compiled by numba, in fp32. They read, multiply, sum and update the rows of tables;
+`cpu_search` finds which rows.
 
-Floors are bytes over the memory's bandwidth: `weighted_row_sum` and `row_products` read M rows, `segment_row_adam_`
-reads and writes three rows of each touched slot. Rows lie at random: eight are in flight at a time, which is twice as
-fast as one after the other.
+Their least times are bytes over the memory's bandwidth: `weighted_row_sum` and `row_products` read M rows,
+`segment_row_adam_` reads and writes three rows of each touched slot. Rows lie at random: eight are in flight at a time,
+which is twice as fast as one after the other.
 
-Rows in 8 or 4 bits are read as codes; those of 4 bits are unpacked, a token's at a time. Scales go into the weights.
+Rows in 8 or 4 bits are read as codes; those of 4 bits are unpacked, a token's at a time. The scales are multiplied into
+the weights or the products.
 
 N: tokens; r: reads of a token; M: N * r; K: rows of the table; D: width; U: distinct rows read; S: U + 1; m: some of
 the reads; H: heads; n: sub-keys of a half; f: width of a sub-key; k: slots a head reads; C: bytes of a quantized row;
@@ -23,7 +24,7 @@ from pkmlm.kernels.jit import array_of, compiled, even_bounds, over_threads
 from pkmlm.kernels.reference import Quantized, Segments
 from pkmlm.kernels.vectors import bag_and_outer
 
-RADIX = 15  # the most bits that a pass of `_sort` sorts by: its counters stay in the second cache
+RADIX = 15  # the most bits that a pass of `_sort` sorts by: its counters stay in the L2 cache
 
 
 def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def segment_row_adam_(
 
 
 def _segment_bounds(segments: Segments, width: int) -> list[int]:
-    """Bounds between rows such that threads get as many reads each."""
+    """Bounds between rows that give all threads about the same number of reads."""
     reads = even_bounds(len(segments.token_M), width)
     inner = torch.searchsorted(segments.start_S, torch.tensor(reads[1:-1], dtype=torch.int64)).tolist()
     return [0, *inner, len(segments.rows_U)]
@@ -201,7 +202,7 @@ def _products(first: int, stop: int, values_KD: Any, x_ND: Any, slots_Nr: Any, o
 
 @compiled
 def _unpack(packed_KC: Any, slots_r: Any, codes_rD: Any) -> None:
-    """Some rows of codes of 4 bits, as bytes."""
+    """Unpack some rows of 4-bit codes into bytes."""
     columns, width = packed_KC.shape[1], codes_rD.shape[1]
     for j in range(len(slots_r)):
         packed_C, low_C, high_C = packed_KC[slots_r[j]], codes_rD[j, :columns], codes_rD[j, columns:]
@@ -231,10 +232,10 @@ def _packed_products(first: int, stop: int, packed_KC: Any, x_ND: Any, slots_Nr:
 
 @compiled
 def _sort(slots_Nr: Any, weights_Nr: Any, rows: int, order_M: Any) -> Any:
-    """A stable radix sort, lowest digits first, in passes of as many bits each.
+    """A stable radix sort, lowest digits first, in passes of equally many bits.
 
     Args:
-        order_M: 0, 1, ...; int32 where these and the rows' numbers fit, of which more stay in the caches.
+        order_M: 0, 1, ...; int32 if these and the rows' numbers fit, so that more of them stay in the caches.
     """
     slots_M, weights_M, reads = slots_Nr.ravel(), weights_Nr.ravel(), slots_Nr.shape[1]
     size = len(slots_M)
@@ -259,7 +260,7 @@ def _sort(slots_Nr: Any, weights_Nr: Any, rows: int, order_M: Any) -> Any:
             place_d[low] += 1
             if shift < (passes - 1) * width:
                 other_M[place] = read
-            else:  # at once what is wanted of the reads, which are looked up in the order of the pass before
+            else:  # the last pass: write the results themselves, not the order of the reads
                 # Below 2^53 this is read // reads; a division of integers takes several times as long.
                 row_M[place], token_M[place], weight_M[place] = row, np.int64(read / reads), weights_M[read]
         order_M, other_M = other_M, order_M
@@ -285,7 +286,7 @@ def _segment_squares(first: int, stop: int, x_ND: Any, start_S: Any, token_M: An
     row_D = np.empty(x_ND.shape[1], np.float32)
     for u in range(first, stop):
         square = np.float64(0)
-        if start_S[u] == start_S[u + 1]:  # most rows of a table of which every row is updated
+        if start_S[u] == start_S[u + 1]:  # as for most rows, if every row of the table is updated
             out_U[u] = square
             continue
         _add_rows(row_D, x_ND, token_M, weight_M, start_S[u], start_S[u + 1])
@@ -328,8 +329,8 @@ def _segment_row_adam(
 
 
 def score_gradients(q_NHd: Tensor, subkeys_H2nf: Tensor, slots_NHk: Tensor, grad_NHk: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.score_gradients`. The sub-keys of a half stay in a core's cache, so that one thread adds up their
-    gradients read by read: to sort the reads first would take longer than the sums do."""
+    """`reference.score_gradients`. The sub-keys of a half stay in a core's cache, so one thread adds up their gradients
+    read by read: sorting the reads first would take longer than the sums."""
     tokens, heads, k = slots_NHk.shape
     # Contiguous, as the kernel needs them: `zeros_like` would keep the strides of sub-keys that are not.
     q_grad, keys_grad = q_NHd.new_empty(q_NHd.shape), subkeys_H2nf.new_zeros(subkeys_H2nf.shape)

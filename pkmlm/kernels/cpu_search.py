@@ -1,8 +1,8 @@
-"""The search for the best scores on the CPU, compiled by numba: fp32.
+"""Searches for the best scores on the CPU, compiled by numba, in fp32.
 
-All are exact. A row is searched in three passes of vector instructions: the maxima of strided lanes; by bisection, a
-bound that k of these reach, and few more; and the rank of each of the few scores that reach it, by counting those above
-it. Scores are compared as integers in the order of the floats, with NaN above all.
+All are exact. A row is searched in three steps of vector instructions: take the maxima of strided lanes; find, by
+bisection, a bound that k or a few more of these maxima reach; rank the few scores that reach the bound, by counting
+those above each. Scores are compared as integers in the order of the floats, with NaN above all.
 
 N: tokens; C: tokens at a time; R: rows of scores (queries); n: scores of a row; k: columns to select; l: lanes; m:
 scores that reach the bound; c: pairs of ranks; H: heads; d: width of a query; f: d / 2.
@@ -22,8 +22,8 @@ from pkmlm.kernels.vectors import COMPRESSES, VECTOR, add, between, count_above,
 
 LOWEST, HIGHEST = np.int32(-(1 << 31)), np.int32((1 << 31) - 1)
 INFINITY = np.int32(0x7F800000)  # its bits; those of NaN are above
-HALVINGS = 8  # of the range of the floats; then that of their integers is halved, for floats of very different sizes
-FEW = 32  # queries, as decoding has them, that are searched in one call and thread: to start several takes longer
+HALVINGS = 8  # of the range as floats; then it is halved as integers, for floats of very different sizes
+FEW = 32  # up to so many queries, as in decoding, are searched in one call and thread: starting several takes longer
 CHUNK = 1 << 19  # scores of a head at a time: 2 MB, which a core's caches keep from the product to the search
 
 
@@ -44,7 +44,7 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tenso
 
 
 def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`reference.product_key_search`, of some tokens of one head at a time."""
+    """`reference.product_key_search`, for some tokens of one head at a time."""
     tokens, heads, _ = q_NHd.shape
     n, f = subkeys_H2nf.shape[2:]
     scores_NHk, slots_NHk = q_NHd.new_empty(tokens, heads, k), torch.empty(tokens, heads, k, dtype=torch.int64)
@@ -63,7 +63,7 @@ def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
 def _search(
     scores1_Cn: Tensor, scores2_Cn: Tensor, k: int, start: int, head: int, sums_NHk: Tensor, slots_NHk: Tensor
 ) -> None:
-    """`reference.product_top_k`, written to the places of one head of the tokens from `start` on."""
+    """`reference.product_top_k`, written to the places of one head, for the tokens from `start` on."""
     rows, n = scores1_Cn.shape
     halves = (array_of(scores_Cn).view(np.int32) for scores_Cn in (scores1_Cn, scores2_Cn))
     found = sums_NHk.numpy(), slots_NHk.numpy()
@@ -72,7 +72,7 @@ def _search(
 
 @cache
 def _pairs(n: int, k: int) -> Any:
-    """`candidate_pairs` as an array: to make it takes as long as to search ten rows."""
+    """`candidate_pairs` as an array: making it takes as long as searching ten rows."""
     return np.array(candidate_pairs(n, k))
 
 
@@ -98,8 +98,8 @@ def _scratch(n: int, k: int) -> Any:
 
 @compiled
 def _bound(x_n: Any, n: int, k: int, most: int, lane_l: Any) -> Any:
-    """A number that at least k of x[:n] reach: one that k to `most` of the maxima of strided lanes reach, or, where
-    there is none, the k-th largest of these. Fills x up to a whole vector."""
+    """A number that at least k of x[:n] reach: one that k to `most` of the maxima of strided lanes reach, or, if there
+    is none, the k-th largest of these. A short x is padded to whole vectors."""
     lanes = len(lane_l)
     if n <= lanes:
         lane_l = x_n
@@ -118,7 +118,7 @@ def _bound(x_n: Any, n: int, k: int, most: int, lane_l: Any) -> Any:
     low, high = HIGHEST, LOWEST
     for i in range(min(n, lanes)):
         low, high = min(low, lane_l[i]), max(high, lane_l[i])
-    middle = high  # first: many may be equal to it
+    middle = high  # tried first: many may be equal to it
     for step in range(HALVINGS + 32):
         reach = 0
         for start in range(0, lanes, VECTOR):
@@ -139,13 +139,13 @@ def _bound(x_n: Any, n: int, k: int, most: int, lane_l: Any) -> Any:
 
 @compiled
 def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
-    """The columns of the k highest of the n integers in scratch, highest first, equal ones by column."""
+    """Write the columns of the k highest of the n integers in scratch, highest first, equal ones by column."""
     x_n, lane_l, found_m, column_m, above_m, equal_m, sorted_m = scratch
     bound = _bound(x_n, n, k, k + k // 8, lane_l)
     found, vectors = 0, n // VECTOR * VECTOR if COMPRESSES else 0
     for start in range(0, vectors, VECTOR):
         found += pack(x_n, start, bound, found_m, column_m, found)
-    if found > 2 * len(lane_l):  # many are equal to the k-th, and count for nothing after the first k
+    if found > 2 * len(lane_l):  # many are equal to the k-th, and few of these are needed
         bound = _bound(x_n, n, k, 0, lane_l)
         found = vectors = 0
     equal = 0
@@ -158,7 +158,7 @@ def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
     count_above(found_m, found, above_m)
     for m in range(found):
         equal_m[m] = 0
-    for m in range(found):  # without a branch: of random ranks, a processor guesses many wrong
+    for m in range(found):  # without a branch: with random ranks, many would be mispredicted
         rank = above_m[m]
         sorted_m[rank + equal_m[rank]] = column_m[m]
         equal_m[rank] += 1
@@ -196,7 +196,7 @@ def _product_rows(
     score1_k, score2_k = np.empty(most, np.float32), np.zeros(most + VECTOR, np.float32)
     sum_c = np.empty(pairs + VECTOR, np.float32)
     sum_bits_c = sum_c.view(np.int32)
-    pairs_k = np.array([min(n, k // (a + 1)) for a in range(most)])  # of each rank of half 1, as in `candidate_pairs`
+    pairs_k = np.array([min(n, k // (a + 1)) for a in range(most)])  # for each rank of half 1, as in `candidate_pairs`
     for row in range(first, stop):
         for column in range(n):
             half[0][column] = _ordered(bits1_Cn[row, column])
@@ -209,7 +209,7 @@ def _product_rows(
             score1_k[place], score2_k[place] = score1_n[best1_k[place]], score2_n[best2_k[place]]
         start_c = 0
         for a in range(most):
-            for b in range(0, pairs_k[a], VECTOR):  # whole vectors: what is too much is written over
+            for b in range(0, pairs_k[a], VECTOR):  # whole vectors: the excess is overwritten or unused
                 add(score1_k[a], score2_k, b, sum_c, start_c + b)
             start_c += pairs_k[a]
         for c in range(pairs):

@@ -1,6 +1,6 @@
-"""The memory's kernels for CUDA, in Triton. `reference` defines their results; `backend` comes here with CUDA tensors.
+"""The memory's kernels for CUDA, in Triton. `reference` defines their results; `backend` chooses them for CUDA tensors.
 
-All are bound by memory. Bytes moved, with s and g bytes a number in the table and in the gradients:
+All are bound by memory. Bytes moved, with s bytes per number in the table and g in the gradients:
 
     weighted_row_sum     N r D s read, N D s written
     row_products         N r D s read, N r g written
@@ -8,25 +8,27 @@ All are bound by memory. Bytes moved, with s and g bytes a number in the table a
     squared_norm         M D g read, likewise; 4 U written
     segment_row_adam_    M D g read, likewise; 24 U D of values and moments, 2 U D of a copy in half precision written
 
-Of the 4.15 TB/s of a copy on an H200, the weighted sum reads 83 to 105 % in fp32 (some rows come from the cache), and
-the products 61 % in bf16 (32,768 tokens, r = 128, D = 512). pkmlm/manual/speed.md has whole steps.
+A copy on an H200 moves 4.15 TB/s. The weighted sum reads at 83 to 105 % of that in fp32 (some rows come from the
+cache), the products at 61 % in bf16 (32,768 tokens, r = 128, D = 512). pkmlm/manual/speed.md has whole steps.
 
-A program makes one bag or one row, in a block of columns; each thread holds 16 bytes of each row, a tile of `READS`
-rows is in flight, and sums over reads stay inside a thread (of rows under 512 bytes: inside a warp). A row that many
-tokens read would keep one program busy long after all others: so whole aligned chunks of the sorted reads that belong
-to a single row are summed first, each by a program of its own, and the row adds those sums in order. Every sum has one
-order, set by the input alone: no atomics, the same bits always. Sums are fp32, offsets 64-bit. Tables are contiguous;
-tables, gradients and weights may be fp16, bf16 or fp32, each its own; slots and segments are int64.
+A program computes one bag or one row, in a block of columns; each thread holds 16 bytes of each row, a tile of `READS`
+rows is in flight, and sums over reads stay inside a thread (for rows under 512 bytes: inside a warp). A row that many
+tokens read would keep one program busy long after all others. Aligned chunks of the sorted reads that belong to a
+single row are therefore summed first, each by its own program, and the row's program adds those sums in order. The
+order of every sum is set by the input alone, without atomics, so the result is always the same to the bit. Sums are
+fp32, offsets 64-bit. Tables are contiguous; tables, gradients and weights may each be fp16, bf16 or fp32; slots and
+segments are int64.
 
-Top-k and product-key top-k are exact; a warp searches a row, in registers. Score and column are packed into one int64,
-the score's bits in the order of the floats above the column's distance from the end: all keys of a row differ, so their
-order is total, and of equal scores the lowest column is the highest key. `tl.topk` sorts no more of them than it must
-(Shanbhag, Pirk and Madden 2018, bitonic top-k).
+Top-k and product-key top-k are exact; a warp (for k above 256: several) searches a row, in registers. Score and column
+are packed into one int64 key: the upper half is the score's bits, in the order of the floats; the lower half is the
+column's distance from the end. All keys of a row differ, so their order is total, and among equal scores the lowest
+column has the highest key. `tl.topk` sorts no more of them than it must (Shanbhag, Pirk and Madden 2018, bitonic
+top-k).
 
-On an H200, 8,192 tokens of 4 heads take 0.77 ms at n = 512 and k = 32 (Triton 3.6). The machine code for an H100 by
-Triton 3.9 has, at n = 1,024, 19 thousand instructions a query for its warp, 3 thousand of them shuffles, and 72
-registers a thread. (Triton 3.7, which comes with torch 2.13: 90 registers, and code 18 % longer.) torch's own top-k
-selects from int64 in 32 passes over each row, between a dozen elementwise operations.
+On an H200, 8,192 tokens of 4 heads take 0.77 ms at n = 512 and k = 32 (Triton 3.6). Triton 3.9's machine code for an
+H100 has, at n = 1,024, 19 thousand instructions a query for its warp, 3 thousand of them shuffles, and 72 registers a
+thread. (Triton 3.7, which comes with torch 2.13: 90 registers, and code 18 % longer.) torch's own top-k selects from
+int64 in 32 passes over each row, among a dozen elementwise operations.
 
 N: tokens; r: reads of a token; M: N * r; K: slots; D: width; U: rows read; S: U + 1; B: chunks; R: reads of a tile;
 C: columns of a program. In searches, R: rows (queries); n: scores of a row; k: columns to select; c: pairs of ranks; W,
@@ -57,7 +59,7 @@ SMALL_BYTES = 1 << 20
 
 SEARCH_COLUMNS = 256  # scores at a time: 8 a thread, in code that an SM's instruction cache holds (85 KB)
 SEARCH_PART = 4096  # columns of a row that one program searches: flat keys come in rows of up to millions
-MOST_WARPS = 32  # that a GPU gives a program
+MOST_WARPS = 32  # that a program can have
 NONE = constexpr(-(1 << 63))  # below all scores
 NAN = constexpr(0x7FFFFFFF)  # above all
 PLACE = constexpr(0xFFFFFFFF)
@@ -137,7 +139,7 @@ def _sum_chunks(reads: tl.tuple, row_B: tl.tensor, D: constexpr, C: constexpr, c
 def _row_gradient(
     reads: tl.tuple, row: tl.tensor, columns_C: tl.tensor, D: constexpr, chunk_size: constexpr
 ) -> tl.tensor:
-    """The sum over a row's reads: those before its whole chunks, these chunks' sums, those after."""
+    """The sum over a row's reads: those before its whole chunks, the sums of these chunks, and those after."""
     _, start, _, _, chunks = reads
     first, end = tl.load(start + row), tl.load(start + row + 1)
     chunk, last = (first + chunk_size - 1) // chunk_size, end // chunk_size
@@ -162,7 +164,7 @@ def _squared_norms(reads: tl.tuple, squared: tl.tensor, D: constexpr, C: constex
     row = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * C + tl.arange(0, C)
     sum_C = _row_gradient(reads, row, columns_C, D, chunk_size)
-    sum_C = sum_C.to(tl.float64)  # whose squares do not overflow
+    sum_C = sum_C.to(tl.float64)  # so that squares do not overflow
     tl.store(squared + row * tl.num_programs(1) + tl.program_id(1), tl.sum(sum_C * sum_C, 0))
 
 
@@ -182,7 +184,7 @@ def _row_adam(
     columns_C = tl.program_id(1) * C + tl.arange(0, C)
     inside_C = columns_C < D
     places_C = tl.load(rows + row) * D + columns_C
-    # Loaded before the gradient is summed, to be on their way meanwhile; needed once, so the first to leave the cache.
+    # Loaded before the gradient is summed, so that both overlap; needed once, so the first to leave the cache.
     mean_C = tl.load(mean + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
     square_C = tl.load(square + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
     values_C = tl.load(values + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
@@ -199,7 +201,7 @@ def _row_adam(
 
 
 def _launch(kernel: Any, rows: int, table: Tensor, *arguments: Any, **constants: int) -> None:
-    """Run a program for each row and block of columns; `table` is what it mostly reads: 16 bytes of a row a thread."""
+    """Run a program for each row and block of columns; a thread reads 16 bytes of a row of `table`, its main input."""
     width = table.shape[1]
     columns = min(COLUMNS, next_power_of_2(width))
     warps = max(1, columns * table.element_size() // 512)
@@ -210,7 +212,7 @@ def _launch(kernel: Any, rows: int, table: Tensor, *arguments: Any, **constants:
 
 
 def _check(*tables: Tensor | None) -> None:
-    """A copy would cost as much as a table, and an update in place would be lost in it."""
+    """Refuse tables that are not contiguous: a copy would cost as much as a table, and lose an update in place."""
     if not all(table is None or table.is_contiguous() for table in tables):
         raise ValueError("the kernels need contiguous tables")
 
@@ -249,26 +251,26 @@ def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
 
 
 def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
-    """`reference.quantized_row_sum`, of some tokens at a time: there is no kernel for it."""
+    """`reference.quantized_row_sum`, for some tokens at a time: there is no kernel for it."""
     chunks = (each.split(_tokens_at_once(table, slots_Nr)) for each in (slots_Nr, weights_Nr))
     return torch.cat([reference.quantized_row_sum(table, *chunk) for chunk in zip(*chunks, strict=True)])
 
 
 def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
-    """`reference.quantized_row_products`, of some tokens at a time."""
+    """`reference.quantized_row_products`, for some tokens at a time."""
     chunks = (each.split(_tokens_at_once(table, slots_Nr)) for each in (x_ND, slots_Nr))
     return torch.cat([reference.quantized_row_products(table, *chunk) for chunk in zip(*chunks, strict=True)])
 
 
 def _tokens_at_once(table: Quantized, slots_Nr: Tensor) -> int:
-    """So many that the entries of their rows are 128 MB."""
+    """How many tokens read 128 MB of entries, in fp32."""
     return max(1, (1 << 25) // (slots_Nr.shape[1] * table.width))
 
 
 def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bool = False) -> Segments:
-    """`reference.sort_reads`. Without `every_row` the host waits in each call, for the number of distinct rows.
+    """`reference.sort_reads`. Without `every_row`, the host waits in each call for the number of distinct rows.
 
-    The fewer rows, the shorter the keys, to whose length the time of a radix sort is proportional.
+    Fewer rows have shorter keys, and the time of a radix sort is proportional to their length.
     """
     key = torch.int16 if rows <= 1 << 15 else torch.int32 if rows <= 1 << 31 else torch.int64
     sorted_M, order_M = torch.sort(slots_Nr.flatten().to(key), stable=True)
@@ -283,7 +285,7 @@ def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bo
 
 
 def _sum_of_chunks(x_ND: Tensor, segments: Segments) -> tuple[Tensor, ...]:
-    """Sum the chunks that belong to one row each. Returns what `_row_gradient` reads."""
+    """Sum each chunk that belongs to a single row. Returns what `_row_gradient` reads."""
     chunks = len(segments.token_M) // CHUNK
     chunks_BD = torch.empty(chunks, x_ND.shape[1], dtype=torch.float32, device=x_ND.device)
     first_B = torch.arange(chunks, device=x_ND.device) * CHUNK
@@ -330,13 +332,13 @@ def segment_row_adam_(
     _check(*table)
     reads, (beta1, beta2) = _sum_of_chunks(x_ND, segments), betas
     rates = scale, 1 - beta1, beta2, 1 - beta2, lr * weight_decay, lr / (1 - beta1**step), 1 - beta2**step, eps
-    floats = tuple(map(float, rates))  # always: Triton specialises on some integers and would recompile
+    floats = tuple(map(float, rates))  # never integers: Triton specialises on some of them and would recompile
     _launch(_row_adam, len(segments.rows_U), x_ND, table, segments.rows_U, reads, floats, chunk_size=CHUNK)
 
 
 @triton.jit
 def _packed(scores_W: tl.tensor, behind_W: tl.tensor, some_W: tl.tensor) -> tl.tensor:
-    """Integers in the order of the scores, equal ones by how many places lie behind theirs; NaN is above all."""
+    """Integers in the order of the scores; among equal scores, more places behind is higher. NaN is above all."""
     scores_W = scores_W.to(tl.float32) + 0.0  # -0 and 0 are equal scores
     bits_W = tl.where(scores_W != scores_W, NAN, scores_W.to(tl.int32, bitcast=True))
     ordered_W = bits_W ^ ((bits_W >> 31) & NAN)
@@ -351,7 +353,7 @@ def _score(packed_K: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _with(best_K: tl.tensor, packed_W: tl.tensor, K: constexpr) -> tl.tensor:
-    """The K highest of the highest so far and of these, highest first."""
+    """The K highest of `best_K` and `packed_W` together, highest first."""
     return tl.topk(tl.join(best_K, tl.topk(packed_W, K)).reshape(2 * K), K)
 
 
@@ -405,7 +407,7 @@ def _product_rows(
     a_K, b_K = tl.load(pairs + pair_K), tl.load(pairs + c + pair_K)
     i_K = n - 1 - (tl.gather(best1_H, a_K, 0) & PLACE)
     j_K = n - 1 - (tl.gather(best2_H, b_K, 0) & PLACE)
-    # Rows stand by head, then token; what is found, by token, then head.
+    # Rows are ordered by head, then token; the results by token, then head.
     first = (row % tokens * (tl.num_programs(0) // tokens) + row // tokens) * k
     sums_K = tl.gather(score1_H, a_K, 0) + tl.gather(score2_H, b_K, 0)
     tl.store(sums + first + place_K, sums_K, mask=place_K < k)
@@ -415,8 +417,8 @@ def _product_rows(
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`reference.top_k`, for floats of up to 32 bits.
 
-    Of long rows each part is searched by a program of its own, and then the best of all parts, which stand in the order
-    of their columns where they are equal. The last part is filled up, with what stands behind all others.
+    Long rows are searched in parts, each by its own program; then the best of all parts are searched, in which equal
+    scores are in the order of their columns. The last part is padded with scores that rank behind all others.
     """
     rows, n = scores_Rn.shape
     parts = triton.cdiv(n, SEARCH_PART)
@@ -452,7 +454,7 @@ def _product_top_k(scores1_HCn: Tensor, scores2_HCn: Tensor, k: int) -> tuple[Te
 
 
 def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`reference.product_key_search`, of all heads of some tokens at a time."""
+    """`reference.product_key_search`, for all heads of some tokens at a time."""
     heads, _, n, f = subkeys_H2nf.shape
     found = []
     for q_CHd in q_NHd.split(max(1, SCORES[q_NHd.device.type] // (2 * heads * n))):
@@ -477,12 +479,12 @@ def score_gradients(q_NHd: Tensor, subkeys_H2nf: Tensor, slots_NHk: Tensor, grad
 
 
 def _power(k: int) -> int:
-    """The next power of two, but 2 for 1, which `tl.topk` took first in Triton 3.9."""
+    """The next power of two, but at least 2: `tl.topk` accepts 1 only since Triton 3.9."""
     return max(2, next_power_of_2(k))
 
 
 def _wide(n: int, k: int) -> int:
-    """How many of n numbers to take at a time, of which k are wanted."""
+    """How many of n numbers to search at a time for the k highest."""
     return max(_power(k), min(SEARCH_COLUMNS, _power(n)))
 
 

@@ -18,37 +18,38 @@ from torch import Tensor
 ARITHMETIC = ("reassoc", "contract", "nsz")
 # The "numpy" model divides by zero as the hardware does; Python's would test each divisor, in scalar code.
 OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {*ARITHMETIC}, "error_model": "numpy"}
-WORK_PER_THREAD = 1 << 17  # numbers a thread, under which starting it costs more than it does
+WORK_PER_THREAD = 1 << 17  # numbers; starting a thread for fewer takes longer than it saves
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile for the types of the first call, without the interpreter's lock, and keep the result on disk.
+    """Compile a function when it is first called with given types, and keep the code on disk. It runs without the
+    interpreter's lock.
 
-    The cache lies beside the source or in the user's cache folder; where neither can be written, or numba's cache is
-    another than is known here, each process compiles for itself.
+    The cache is beside the source or in the user's cache folder. If neither can be written, or this version of numba
+    has another kind of cache, each process compiles for itself.
     """
     dispatcher: Any = njit(function, **OPTIONS)
-    with suppress(RuntimeError, AttributeError, TypeError):  # no folder to cache in, or another cache
+    with suppress(RuntimeError, AttributeError, TypeError):  # no folder to cache in, or another kind of cache
         dispatcher._cache = KernelCache(function)
     return dispatcher
 
 
 class KernelCache(FunctionCache):
-    """numba's cache of one function, in which the name of a file says for which source, options, types and processor
-    its code is. Where reading or writing fails (a full disk, a file cut short), the function is compiled anew.
+    """numba's cache of one function, in which a file's name states the source, options, types and processor that its
+    code is for. If reading or writing fails (a truncated file, a full disk), the function is compiled again.
 
     numba's own files are numbered, and an index says which is which. Processes that save code for different types at
-    the same time can leave one's code under the other's types (sums of float64 were taken by the code for int64), and
-    one that is killed between its two writes leaves the code of an older source. A lock would prevent only the former.
+    the same time can leave one's code under the other's types (float64 was once summed by the code for int64), and a
+    process killed between its two writes leaves the code of an older source. A lock would prevent only the former.
     """
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
-        # A kernel may contain functions of the files beside its own.
+        # A kernel may include code from the files beside its own.
         files = sorted(Path(function.__code__.co_filename).parent.glob("*.py"))
         self._stamp = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
         self._files: Any = IndexDataCacheFile(self.cache_path, self._impl.filename_base, self._stamp)
-        self._cache_file: Any = self  # of which numba's cache calls `load` and `save`
+        self._cache_file: Any = self  # numba's cache calls its `load` and `save`
 
     def load_overload(self, *arguments: Any) -> Any:
         """The code for these types, or None."""
@@ -62,7 +63,7 @@ class KernelCache(FunctionCache):
             super().save_overload(*arguments)
 
     def load(self, key: Any) -> Any:
-        """What the file of a key holds; `load_overload` takes care of one that is not there."""
+        """What the file of a key holds; `load_overload` handles a missing file."""
         return self._files._load_data(self._file_name(key))
 
     def save(self, key: Any, data: Any) -> None:
@@ -75,12 +76,12 @@ class KernelCache(FunctionCache):
 
 
 def over_threads(kernel: Callable[..., None], bounds: Sequence[int], *arguments: Any) -> None:
-    """Run kernel(first, stop, *arguments) for each pair of neighbours in `bounds`, each on a thread.
+    """Run kernel(first, stop, *arguments) for each pair of successive `bounds`, each on its own thread.
 
-    The threads live for one call (some 50 us each): no pool that a fork could tear, none that spins beside torch's.
+    The threads live for one call (some 50 us each): a pool could break in a fork, or spin beside torch's.
 
     Raises:
-        Exception: what a part raised, once all have ended.
+        Exception: the first that a part raised, once all have ended.
     """
     if len(bounds) == 2:
         kernel(*bounds, *arguments)
@@ -105,10 +106,10 @@ def over_threads(kernel: Callable[..., None], bounds: Sequence[int], *arguments:
 
 
 def even_bounds(items: int, work: int) -> list[int]:
-    """Split `items` evenly over torch's threads; on one thread where all of them together are little `work`.
+    """Bounds that split `items` evenly over torch's threads, or over fewer if there is little work.
 
     Args:
-        work: numbers that an item handles.
+        work: numbers that are handled for one item.
     """
     threads = max(1, min(torch.get_num_threads(), items, items * work // WORK_PER_THREAD))
     return [items * part // threads for part in range(threads + 1)]

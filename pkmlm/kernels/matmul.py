@@ -1,7 +1,7 @@
-"""Matrix products and the linear layer, in fp32 on a CPU by the faster one of the two libraries that torch carries.
+"""Matrix products and the linear layer; in fp32 on a CPU, with the faster of the two libraries that torch contains.
 
-torch takes MKL's, which on an AMD CPU leaves half the width of AVX-512 unused. oneDNN, torch's choice for half
-precision, uses all of it: 1.7 to 2.3 times as fast (pkmlm/manual/speed.md). Anywhere else torch is left to choose.
+torch uses MKL, which on an AMD CPU leaves half the width of AVX-512 unused. oneDNN, torch's choice for half precision,
+uses all of it and is 1.7 to 2.3 times as fast (pkmlm/manual/speed.md). In all other cases torch chooses.
 
 N: rows; I, O: widths of the input and of the output.
 """
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-ONEDNN_WORK = 1 << 20  # multiplications; with fewer, oneDNN's 15 us a call are more than it gains
+ONEDNN_WORK = 1 << 20  # multiplications; with fewer, oneDNN's 15 us a call cost more than it saves
 # Scores that a search computes at a time, by device. On a CPU 16 MB of them may stay in the cache between the product
 # and the search. A GPU wants few large calls (not measured): with 262,144 flat keys, 128 MB are the scores of 128
 # queries, and 16 MB would take eight times the launches.
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
-ONEDNN_WIDTH = 32  # of the narrower side of a map; below it, oneDNN's copies of the matrices are more than it gains
+ONEDNN_WIDTH = 32  # of a map's narrower side; below it, oneDNN's copies of the matrices cost more than it saves
 
 
 def prefers_onednn() -> bool:
-    """Whether this is an AMD CPU with AVX-512, and torch can be asked for oneDNN."""
+    """Whether this is an AMD CPU with AVX-512, and torch offers oneDNN."""
     cpu = torch.cpu.get_capabilities()
     wide = bool(cpu.get("avx512_f")) and str(cpu.get("cpu_name")).startswith("AMD")
     return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -32,8 +32,8 @@ PREFER_ONEDNN = prefers_onednn()
 
 
 def uses_onednn(x: Tensor, y: Tensor) -> bool:
-    """Whether the product of x (..., I) with each row of y (O, I) is oneDNN's."""
-    # Size first: this is asked for every product of every token that is decoded.
+    """Whether oneDNN computes the products of x (..., I) with the rows of y (O, I)."""
+    # Size first: this is called for every product of every token that is decoded.
     if not PREFER_ONEDNN or x.numel() * y.shape[0] < ONEDNN_WORK or min(y.shape) < ONEDNN_WIDTH:
         return False
     plain = x.dtype == y.dtype == torch.float32 and x.device.type == y.device.type == "cpu"
@@ -43,12 +43,12 @@ def uses_onednn(x: Tensor, y: Tensor) -> bool:
 def row_chunks(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
     """Chunks of the rows of x (N, ...) for their products with y.
 
-    oneDNN keeps a megabyte or more for each new shape, and batches may have ever new sizes. Chunks for oneDNN therefore
-    have a power of two of rows, and the last chunk, too small for it, is left to torch.
+    oneDNN keeps a megabyte or more for each new shape, and the size of batches may keep changing. The number of rows in
+    a chunk for oneDNN is therefore a power of two; the last chunk, if too small for oneDNN, is left to torch.
 
     Args:
         x: the rows; y_OI: the matrix that each is multiplied with.
-        most: rows of a chunk at most.
+        most: the most rows of a chunk.
     """
     if len(x) <= most and not uses_onednn(x, y_OI):
         return [x]
@@ -56,7 +56,7 @@ def row_chunks(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
 
 
 def cat(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """`torch.cat`, which copies a single part too."""
+    """`torch.cat`, but without the copy that it makes of a single part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -77,18 +77,18 @@ def matmul_nt(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tenso
 
 def _onednn(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     bias_O = None if bias_O is None else bias_O.contiguous()  # oneDNN ignores its stride
-    if not (y_OI.is_contiguous() or y_OI.t().is_contiguous()):  # of a slice, it takes up to a thousand times as long
+    if not (y_OI.is_contiguous() or y_OI.t().is_contiguous()):  # a slice would take up to a thousand times as long
         y_OI = y_OI.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x_NI, y_OI, bias_O, "none", [], "")
 
 
-# torch.compile's own rules for oneDNN's operation fail here, so that it gets an operation that it does not know.
+# torch.compile's own rules for oneDNN's operation fail here, so it gets one that it cannot look into.
 _onednn_op = torch.library.custom_op("pkmlm::matmul_nt", _onednn, mutates_args=())
 _onednn_op.register_fake(lambda x_NI, y_OI, bias_O: x_NI.new_empty(len(x_NI), len(y_OI)))
 
 
 def matmul_tn(y_NO: Tensor, x_NI: Tensor) -> Tensor:
-    """y^T x (O, I), without a gradient. oneDNN copies the first of two transposed matrices: that is the smaller one."""
+    """y^T x (O, I), without a gradient. oneDNN copies the first of two transposed matrices: the smaller comes first."""
     if y_NO.shape[1] <= x_NI.shape[1]:
         return matmul_nt(y_NO.t(), x_NI.t())
     return matmul_nt(x_NI.t(), y_NO.t()).t()
@@ -124,7 +124,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` whose products are those of `linear`.
+    """`torch.nn.Linear` that computes with `linear`.
 
     Args:
         dim_in, dim_out: widths of the input and of the output.

@@ -19,14 +19,14 @@ from pkmlm.kernels.matmul import SCORES, cat, matmul_nt, row_chunks
 from pkmlm.kernels.reference import Quantized
 from pkmlm.kernels.row_gradient import RowGradient
 
-# The softmax and the buckets of so few queries, or tokens, as decoding has, a CPU computes in one call and thread: to
-# start several takes longer. (Larger batches get the bits that training gets.)
+# For up to so many queries or tokens, as in decoding, a CPU computes the softmax and the buckets in one call and one
+# thread: starting several takes longer. (Larger batches give the same bits as training.)
 FEW = 32
 
 
 class _ProductKeys(torch.autograd.Function):
-    """Selection without autograd; the gradients are of the selected scores: k/n of the work of the dense products that
-    gave all scores."""
+    """Selects without autograd. The gradients are those of the selected scores, k/n of the work of the dense products
+    that gave all scores."""
 
     @staticmethod
     def forward(ctx: Any, q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     """The k best of all n^2 product keys for each query (Lample et al. 2019, sec. 3.1, eq. 1 and 4).
 
     Args:
-        q_NHd: queries, floating; the first f entries meet the first half's sub-keys.
+        q_NHd: queries, floating; the first f entries are compared with the first half's sub-keys.
         subkeys_H2nf: two sets of n sub-keys for each head, in the same dtype.
 
     Returns:
@@ -69,7 +69,7 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
 
 
 def softmax(scores_NHk: Tensor) -> Tensor:
-    """The weights of each query's k slots (eq. 2), in the dtype of the scores, which stand highest first."""
+    """The weights of each query's k slots (eq. 2), in the dtype of the scores, which are given highest first."""
     few = scores_NHk.shape[0] * scores_NHk.shape[1] <= FEW
     if few and scores_NHk.device.type == "cpu" and not torch.is_grad_enabled():  # torch's exp would wake all threads
         scores = scores_NHk.detach().numpy()
@@ -146,10 +146,10 @@ def weighted_row_sum(
 
     Args:
         values_KD: the table.
-        slots_Nr: int64, rows of the table; that they are is not checked.
-        weights_Nr: any floating dtype; taken in that of the values.
-        gradient: where the backward leaves the values' gradient; `values_KD.grad` then stays None. Without it the
-            gradient is a dense tensor, as autograd's own.
+        slots_Nr: int64, rows of the table; their range is not checked.
+        weights_Nr: any floating dtype; converted to that of the values.
+        gradient: where the backward leaves the values' gradient; `values_KD.grad` then stays None. Without it, the
+            gradient is a dense tensor, as is usual in autograd.
         copy_KD: the values in half precision, to be read in their place; sums are fp32.
     """
     weights_Nr = weights_Nr.to(values_KD.dtype)
@@ -160,8 +160,8 @@ def weighted_row_sum(
 
 
 class _RowProducts(torch.autograd.Function):
-    """The mirror of `_WeightedRowSum`: to the rows, x has the place of the output's gradient, and the gradient of a
-    product that of a weight."""
+    """The mirror of `_WeightedRowSum`: for the rows' gradient, x takes the place of the output's gradient, and the
+    gradient of a product that of a weight."""
 
     @staticmethod
     def forward(
@@ -203,7 +203,7 @@ def row_products(
 
     Args:
         values_KD, slots_Nr, gradient, copy_KD: as for `weighted_row_sum`.
-        x_ND: any floating dtype; taken in that of the values.
+        x_ND: any floating dtype; converted to that of the values.
     """
     x_ND = x_ND.to(values_KD.dtype).contiguous()
     if torch.is_grad_enabled():
@@ -213,28 +213,28 @@ def row_products(
 
 
 def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
-    """`weighted_row_sum` of a table in few bits, in fp32.
+    """`weighted_row_sum` of a table in 8 or 4 bits, in fp32.
 
     Args:
-        table, slots_Nr: the table, and int64, rows of it; that they are is not checked.
-        weights_Nr: any floating dtype; taken in fp32.
+        table, slots_Nr: the table, and rows of it (int64); their range is not checked.
+        weights_Nr: any floating dtype; converted to fp32.
 
     Raises:
-        ValueError: a gradient is asked for.
+        ValueError: the weights require a gradient.
     """
     _check_frozen(weights_Nr)
     return backend.of(table.scale_K).quantized_row_sum(table, slots_Nr, weights_Nr.float())
 
 
 def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
-    """`row_products` of a table in few bits, in fp32.
+    """`row_products` of a table in 8 or 4 bits, in fp32.
 
     Args:
         table, slots_Nr: as for `quantized_row_sum`.
-        x_ND: any floating dtype; taken in fp32.
+        x_ND: any floating dtype; converted to fp32.
 
     Raises:
-        ValueError: a gradient is asked for.
+        ValueError: x requires a gradient.
     """
     _check_frozen(x_ND)
     return backend.of(table.scale_K).quantized_row_products(table, x_ND.float(), slots_Nr)
@@ -246,7 +246,7 @@ def _check_frozen(x: Tensor) -> None:
 
 
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
-    """`reference.bucket_reads`; the weights have a gradient, where z has.
+    """`reference.bucket_reads`; the weights have a gradient if z has one.
 
     Args:
         z_NTb: chunks, floating.

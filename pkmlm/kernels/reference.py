@@ -21,10 +21,10 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidate_pairs(n: int, k: int) -> tuple[list[int], list[int]]:
-    """Pairs of ranks (a, b), from 0, that can be among the k best sums of two lists of n sorted downwards.
+    """Pairs of ranks (a, b), from 0, that can be among the k best sums of two lists of n, each in descending order.
 
-    A pair has (a + 1)(b + 1) - 1 others that score no lower and stand before it (score, then a, then b), so only pairs
-    with (a + 1)(b + 1) <= k can be selected: 119 of 1,024 at k = 32. Listed by a, then b.
+    A pair has (a + 1)(b + 1) - 1 others that score no lower and come before it (by score, then a, then b), so only
+    pairs with (a + 1)(b + 1) <= k can be selected: 119 of 1,024 at k = 32. Listed by a, then b.
     """
     pairs = [(a, b) for a in range(min(n, k)) for b in range(min(n, k // (a + 1)))]
     return [a for a, _ in pairs], [b for _, b in pairs]
@@ -54,7 +54,7 @@ def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
 
 
 def score_gradients(q_NHd: Tensor, subkeys_H2nf: Tensor, slots_NHk: Tensor, grad_NHk: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients to q and to the sub-keys of the scores that `product_key_search` found with these slots."""
+    """The gradients, for q and for the sub-keys, of the scores that `product_key_search` found with these slots."""
     heads, _, n, f = subkeys_H2nf.shape
     chosen_NH2k = torch.stack([slots_NHk // n, slots_NHk % n], 2)
     slope_NH2n = grad_NHk.new_zeros(len(q_NHd), heads, 2, n)
@@ -86,7 +86,7 @@ class Segments(NamedTuple):
         return self._replace(rows_U=torch.arange(rows, device=start_S.device), start_S=start_S)
 
     def only(self, chosen_K: Tensor) -> "Segments":
-        """The segments of those rows alone that are chosen (bool, by row of the table)."""
+        """The segments of the chosen rows only (bool, by row of the table)."""
         count_U, chosen_U = self.start_S.diff(), chosen_K[self.rows_U]
         chosen_M = chosen_U.repeat_interleave(count_U)
         start_S = torch.cat([count_U.new_zeros(1), count_U[chosen_U].cumsum(0)])
@@ -99,7 +99,7 @@ def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) ->
 
 
 def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
-    """<x[t], values[slots[t, r]]>: the gradient of `weighted_row_sum` to its weights, x being that of its output.
+    """<x[t], values[slots[t, r]]>: the gradient of `weighted_row_sum` for its weights, if x is that of its output.
 
     (N, r), in the dtype of x, which is no narrower than the values'.
     """
@@ -116,9 +116,9 @@ def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bo
 
 
 def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:
-    """out[u] = sum over the reads of row u of weight * x[token]: the gradient of `weighted_row_sum` to the rows that it
-    read, for the gradient x of its output; (U, D), in the dtype of the weights, which is that of the table: x has that
-    of its copy in half precision, where this was read."""
+    """out[u] = sum over the reads of row u of weight * x[token]: the gradient of `weighted_row_sum` for the rows that
+    it read, if x is that of its output; (U, D), in the dtype of the weights, which is the table's. x is in half
+    precision if the table's copy in half precision was read."""
     starts = zip(segments.start_S[:-1].tolist(), segments.start_S[1:].tolist(), strict=True)
     x_ND = x_ND.to(segments.weight_M.dtype)
     sums = [segments.weight_M[a:b] @ x_ND[segments.token_M[a:b]] for a, b in starts]
@@ -149,9 +149,9 @@ def segment_row_adam_(
 
     Args:
         values_KD, mean_KD, square_KD: the table and its moments.
-        x_ND, segments: of `segment_sum`, which times `scale` is the gradient.
+        x_ND, segments: those of `segment_sum`, whose result times `scale` is the gradient.
         step: of the table, counted from 1, for the bias correction.
-        copy_KD: of the values in half precision; it gets the new rows too, rounded.
+        copy_KD: the values in half precision; the new rows are written to it, too, rounded.
     """
     rows_U, (beta1, beta2) = segments.rows_U, betas
     grad_UD = scale * segment_sum(x_ND, segments)
@@ -164,7 +164,7 @@ def segment_row_adam_(
 
 
 class Quantized(NamedTuple):
-    """A table in 8 or 4 bits: an entry is scale * (code / most), `most` the largest code, 127 or 7.
+    """A table in 8 or 4 bits: an entry is scale * (code / most), where `most` is the largest code, 127 or 7.
 
     Codes are symmetric, from -most to most, and each row's largest entry is exact.
 
@@ -212,13 +212,13 @@ def dequantize(table: Quantized) -> Tensor:
 
 
 def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
-    """`weighted_row_sum` of the entries, of which only the rows that are read are made; fp32, as the weights."""
+    """`weighted_row_sum` of the entries, dequantizing only the rows that are read; fp32, like the weights."""
     rows_NrD = dequantize(table.take(slots_Nr.flatten())).view(*slots_Nr.shape, table.width)
     return (rows_NrD * weights_Nr[..., None]).sum(1)
 
 
 def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
-    """`row_products` of the entries, of which only the rows that are read are made; fp32, as x."""
+    """`row_products` of the entries, dequantizing only the rows that are read; fp32, like x."""
     rows_NrD = dequantize(table.take(slots_Nr.flatten())).view(*slots_Nr.shape, table.width)
     return (rows_NrD * x_ND[:, None]).sum(-1)
 
@@ -230,13 +230,13 @@ def bucket_codes(z_NTb: Tensor) -> Tensor:
 
 def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:
     """p(z) = 1 / prod over i of (1 + exp(-2|z_i|/t)) (eq. 12): the softmax over all sign patterns of <z, pattern>/t;
-    (N, T), in the dtype of z. By logarithms, softplus(x) = log(1 + exp(x)), gradients are finite for any z."""
+    (N, T), in the dtype of z. Logarithms, softplus(x) = log(1 + exp(x)), keep gradients finite for any z."""
     return torch.exp(-softplus(-2 / temperature * z_NTb.abs()).sum(-1))
 
 
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
     """What a token reads of T tables of 2^b rows, one below the other: the row of each bucket, int64 (N, T), and its
-    weight p(z), or sum|z| * p(z), (N, T), in the dtype of z."""
+    weight p(z), or, if `scaled`, sum|z| * p(z), (N, T), in the dtype of z."""
     rows_NT = bucket_codes(z_NTb) + (torch.arange(z_NTb.shape[1], device=z_NTb.device) << z_NTb.shape[2])
     scores_NT = bucket_scores(z_NTb, temperature)
     return rows_NT, scores_NT * z_NTb.abs().sum(-1) if scaled else scores_NT

@@ -16,15 +16,15 @@ Reads = tuple[Tensor, Tensor, Tensor]  # of a backward pass: output gradients (N
 class RowGradient:
     """The gradient of a table, between the backward passes of a step and its update.
 
-    The row s of the gradient is scale * (sum over reads (t, j) with slots[t, j] = s of weights[t, j] * x[t]), x being
-    the gradient of the output. Kept are slots, weights and x: never a row for each read. More backward passes
-    (accumulation) add more reads; once these take more bytes than the table, all but those of the last pass are kept
-    as sums of rows: a step takes no more memory however many passes it has. Whoever updates the table sums each row's
-    reads on the way: `pkmlm.train.row_adam`.
+    Row s of the gradient is scale * (sum over reads (t, j) with slots[t, j] = s of weights[t, j] * x[t]), where x is
+    the gradient of the output. Slots, weights and x are kept, never a row for each read. Further backward passes
+    (accumulation) add reads; once these take more bytes than the table, all but those of the last pass are kept as sums
+    of rows, so that the memory of a step does not grow with its passes. `pkmlm.train.row_adam`, which updates the
+    table, sums each row's reads on the way.
 
     Args:
         rows: of the table.
-        every_row: have a segment for each row, read or not, in the end.
+        every_row: whether `joined` has a segment for each row, read or not.
 
     Attributes:
         chosen_K: bool, the rows whose gradient counts; that of all others is 0. None: all.
@@ -50,7 +50,7 @@ class RowGradient:
 
     def add(self, x_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> None:
         """Add the reads of a backward pass: gradients of outputs, slots (int64) and weights, floating."""
-        # Counted as `exchange_bytes` does, so that reads which ranks would send as reads are never folded.
+        # Counted as in `exchange_bytes`, so that reads which ranks would send as reads are never folded.
         taken = sum(x.numel() * x.element_size() + 8 * slots.numel() for x, slots, _ in self.reads)
         if self.reads and (self.sums is not None or taken > 4 * self.rows * (x_ND.shape[1] + 1)):
             self.fold()
@@ -58,11 +58,11 @@ class RowGradient:
         self._joined = None
 
     def replace(self, reads: list[Reads], sums: tuple[Tensor, Tensor] | None = None) -> None:
-        """Take other reads and sums in place of those so far: those of all ranks, say."""
+        """Replace the reads and sums so far by others, for example by those of all ranks."""
         self.reads, self.sums, self._joined = reads, sums, None
 
     def keep(self, chosen_K: Tensor) -> None:
-        """Let the gradient be that of some rows (bool, by row) alone, until it is cleared."""
+        """Limit the gradient to some rows (bool, by row) until it is cleared."""
         self.chosen_K, self._joined = chosen_K, None
 
     def fold(self) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,8 @@ class RowGradient:
     def joined(self) -> tuple[Tensor, Segments]:
         """Output gradients of all passes (N, D), and the reads sorted by row.
 
-        After folding: the sums (K, D), of which each row that was read is one token, read once with weight 1.
+        After folding, the sums (K, D) take the place of the gradients: each row that was read is one token, read once
+        with weight 1.
 
         Raises:
             ValueError: there has been no backward pass, here and below.
@@ -119,7 +120,7 @@ class RowGradient:
         return backend.of(x_ND).squared_norm(x_ND, segments).sqrt() * abs(self.scale)
 
     def dense(self) -> Tensor:
-        """The whole gradient (K, D), scaled, in the dtype of the weights."""
+        """The full gradient (K, D), scaled, in the dtype of the weights."""
         x_ND, segments = self.joined()
         sums_UD = backend.of(x_ND).segment_sum(x_ND, segments)
         if self.scale != 1:
@@ -130,14 +131,14 @@ class RowGradient:
 
 
 def exchange_bytes(tokens: int, reads: int, rows: int, width: int, number: int = 4, *, ranks: int) -> tuple[int, int]:
-    """Bytes that each of `ranks` ranks sends for the gradient of one table: if reads travel, and if sums of rows do.
+    """Bytes that each of `ranks` ranks sends for the gradient of one table: as reads, and as sums of rows.
 
-    Ranks send what is less.
+    Ranks send whichever is less.
 
     Args:
         tokens: of one rank in a step (of its group of ranks, where these divide the columns).
         reads: of a token.
-        rows, width: of the table; the columns of one rank.
+        rows, width: of the part of the table that one rank holds.
         number: bytes of a number of the output's gradient.
     """
     by_reads = (ranks - 1) * tokens * (8 * reads + number * width)

@@ -1,8 +1,8 @@
-"""Vector instructions for the kernels that numba compiles: what a compiler does not make of a loop, or only with tests
-and copies around it. Each is a function for use within kernels, written in LLVM's instructions.
+"""Vector instructions for the kernels that numba compiles: those that the compiler does not make of a loop, or only
+with tests and copies around them. Each is a function for use within kernels, written in LLVM's instructions.
 
-Integers are int32 and floats fp32. Arrays are contiguous, for no strides are looked at, and have room for whole vectors
-of `VECTOR` numbers, which all functions read and write.
+Integers are int32 and floats fp32. Arrays must be contiguous, because strides are ignored, and have room for whole
+vectors of `VECTOR` numbers, which the functions read and write.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ HIGHEST = (1 << 31) - 1
 
 
 def instruction(typed: Callable[..., Any]) -> Any:
-    """numba's intrinsic, in the types of which each call would lack the typing context."""
+    """numba's `intrinsic`, typed as Any: by its own types, each call would lack the typing context."""
     return intrinsic(typed)
 
 
 def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any, number: Any, width: int = VECTOR) -> Any:
-    """Where `width` numbers of an array begin."""
+    """A pointer to the `width` numbers of an array that begin at `place`."""
     numbers = context.make_array(kind)(context, builder, array).data
     return builder.bitcast(builder.gep(numbers, [place]), ir.VectorType(number, width).as_pointer())
 
 
 def _filled(builder: Any, number: Any, width: int = VECTOR) -> Any:
-    """A vector of one number."""
+    """A vector with one number in all places."""
     vector = ir.Constant(ir.VectorType(number.type, width), ir.Undefined)
     first = builder.insert_element(vector, number, ir.Constant(INTEGER, 0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(INTEGER, width), [0] * width))
@@ -59,7 +59,7 @@ def reaching(typingctx: Any, x_n: Any, start: Any, bound: Any) -> Any:
 @instruction
 def pack(typingctx: Any, x_n: Any, start: Any, bound: Any, found_m: Any, column_m: Any, found: Any) -> Any:
     """Append those of the integers x[start : start + VECTOR] that reach the bound to found_m[:found], and their columns
-    to column_m; return how many they are. For processors with `COMPRESSES`.
+    to column_m; return how many there are. For processors with `COMPRESSES`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -86,8 +86,8 @@ def pack(typingctx: Any, x_n: Any, start: Any, bound: Any, found_m: Any, column_
 
 
 def _counting(width: int) -> Any:
-    """Of x_m, start, size and above_m: write to above_m[start : start + width] how many of x[:size] are greater than
-    each of x[start : start + width]. The counts stay in registers.
+    """An instruction of x_m, start, size and above_m: write to above_m[start : start + width] how many of x[:size] are
+    greater than each of x[start : start + width]. The counts stay in registers.
     """
 
     def count(typingctx: Any, x_m: Any, start: Any, size: Any, above_m: Any) -> Any:
@@ -129,7 +129,7 @@ def count_above(x_m: Any, size: int, above_m: Any) -> None:
 
 @instruction
 def between(typingctx: Any, low: Any, high: Any) -> Any:
-    """Half-way between two floats, all given as integers in the order of the floats."""
+    """The midpoint of two floats, all three as integers in the order of the floats."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def in_order(bits: Any) -> Any:
@@ -158,9 +158,9 @@ def add(typingctx: Any, number: Any, x_n: Any, start: Any, sum_m: Any, place: An
 
 
 def _tangling(width: int) -> Any:
-    """Of floats a_k, rows_k (int64), table_nf, sums_nf, x_f, out_f and d: for the columns d ... d + width - 1,
-    out = sum over j of a[j] * table[rows[j]], and sums[rows[j]] += a[j] * x for each j. What is of x and out stays in
-    registers.
+    """An instruction of float a_k, int64 rows_k, float table_nf, sums_nf, x_f and out_f, and int d: for the columns
+    d ... d + width - 1, out = sum over j of a[j] * table[rows[j]], and sums[rows[j]] += a[j] * x for each j. These
+    columns of x and out stay in registers.
     """
 
     def tangle(typingctx: Any, a_k: Any, rows_k: Any, table_nf: Any, sums_nf: Any, x_f: Any, out_f: Any, d: Any) -> Any:

@@ -1,5 +1,5 @@
-"""The network: `transformer.build_model` makes it from a recipe.
+"""The network: `transformer.build_model` builds it from a recipe.
 
-Training, evaluation, analysis, export, benchmarks and the estimate of costs use it. It may import recipe, kernels,
-seeds, device, distributed and errors, and knows nothing of data or of runs.
+Training, evaluation, analysis, export, benchmarks and the cost estimate use it. It may import recipe, kernels, seeds,
+device, distributed and errors, but nothing of data or runs.
 """

@@ -1,4 +1,4 @@
-"""Memories in somebody else's network: where its blocks and their FFNs are, and what is put there.
+"""Memories in a model of `transformers`: finds its blocks and their FFNs, and attaches a layer to each.
 
 B: sequences; T: positions; D: model width.
 """
@@ -28,17 +28,17 @@ from pkmlm.recipe.schema import Memory, Model, NGram, expectation
 
 Mode = Literal["add", "replace"]
 NAME = "pkmlm"  # of what is attached, among the modules of its network
-FFNS = ("mlp", "feed_forward", "ffn", "parts.ffn")  # what a block may call its FFN; the last is ours, exported
+FFNS = ("mlp", "feed_forward", "ffn", "parts.ffn")  # what a block may call its FFN; the last is for our exports
 DENSE, NGRAM = "dense", "ngram"
 KINDS = (*KEY_MEMORIES, NGRAM)
 
 
 class SwiGLU(nn.Module):
-    """W3 (silu(W1 x) * W2 x), the control of a memory: a dense layer of as many operations (Shazeer 2020, eq. 6).
+    """W3 (silu(W1 x) * W2 x), the control for a memory: a dense layer with as many operations (Shazeer 2020, eq. 6).
 
     Args:
         dim: width of the input and of the output (D).
-        inner: width between.
+        inner: width of the hidden layer.
     """
 
     def __init__(self, dim: int, inner: int):
@@ -54,11 +54,11 @@ class SwiGLU(nn.Module):
 class Place(nn.Module):
     """What is attached to one block: a layer beside its FFN, behind a gate that starts at 0, or in the FFN's place.
 
-    It computes in fp32, whatever the network's dtype, autocast or not.
+    It computes in fp32, whatever the network's dtype or autocast.
 
     Args:
         layer: maps (B, T, D) to (B, T, D).
-        gated: whether it stands behind the gate.
+        gated: whether it has the gate.
     """
 
     def __init__(self, layer: nn.Module, gated: bool):
@@ -70,7 +70,7 @@ class Place(nn.Module):
         return {} if self.gate is None else {"gate": Constant(0.0)}
 
     def forward(self, x_BTD: Tensor, *others: Any) -> Tensor:
-        """(B, T, D) to (B, T, D), in the input's dtype; the others go to the layer."""
+        """(B, T, D) to (B, T, D), in the input's dtype; `others` go to the layer."""
         with torch.autocast(x_BTD.device.type, enabled=False):
             out_BTD: Tensor = self.layer(x_BTD.float(), *others)
             if self.gate is not None:
@@ -78,7 +78,7 @@ class Place(nn.Module):
         return out_BTD.to(x_BTD.dtype)
 
     def beside(self, ffn: nn.Module, inputs: tuple[Tensor], out_BTD: Tensor) -> Tensor:
-        """The FFN's output and this: a forward hook of the FFN."""
+        """The FFN's output plus this one's: a forward hook of the FFN."""
         return out_BTD + self(inputs[0])
 
 
@@ -86,7 +86,7 @@ class NGramPlace(Place):
     """An n-gram memory before a block.
 
     Args:
-        layer: the memory. That with fusion "add" needs no gate: its rows start at zero.
+        layer: the memory. With fusion "add" it needs no gate: its rows start at zero.
         ids: finds the tokens before each token.
     """
 
@@ -94,43 +94,43 @@ class NGramPlace(Place):
 
     def __init__(self, layer: NGramMemory, ids: HostIds):
         super().__init__(layer, layer.gated)
-        self.__dict__["ids"] = ids  # a plain attribute: as a module of this one, too, it would be stored twice
+        self.__dict__["ids"] = ids  # a plain attribute: as a submodule it would be stored twice
 
     def before(
         self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Add this to the stream that a block reads: a forward pre-hook of the block.
+        """Add this memory's output to the stream that a block reads: a forward pre-hook of the block.
 
         Raises:
-            UserError: the block runs again, by itself.
+            UserError: the block runs apart from its model, as gradient checkpointing may rerun it.
         """
         past = self.ids.past
         if past is None:
-            message = "a block runs apart from its model: its n-gram memory cannot know the tokens"
-            raise UserError(message, "leave gradient checkpointing off: model.gradient_checkpointing_disable()")
+            message = "a block with an n-gram memory runs apart from its model (expected within the model's forward)"
+            raise UserError(message, "turn gradient checkpointing off: model.gradient_checkpointing_disable()")
         x_BTD, *others = args or (options.pop("hidden_states"),)
-        device = next(self.parameters()).device  # that of the block; x may still be on that of the block before
+        device = next(self.parameters()).device  # the block's; x may still be on that of the block before
         past = past._replace(ids_BTG=past.ids_BTG.to(device), places_BTj=past.places_BTj.to(device))
         x_BTD = x_BTD.to(device)
         return (x_BTD + self(x_BTD, past), *others), options
 
 
 class Attached(nn.Module):
-    """What is attached to a network, as one module of it, called `NAME`. Its parameters stay in fp32 when the network
-    goes to another dtype.
+    """All that is attached to a network, as one module of it, called `NAME`. Its parameters stay in fp32 when the
+    network is converted to another dtype.
 
     Args:
         dim: width of the network (D).
         vocab_size: rows of its embedding.
-        kind, arguments: of the layer at each place, as `layer_kind` gives them.
+        kind, arguments: of the layer at each place, as `layer_kind` returns them.
         layers: blocks, counted from 1.
         mode: "add" beside the FFN (an n-gram memory: before the block), or "replace" the FFN.
 
     Attributes:
-        ngram_ids: what n-gram memories need to know of the tokens; None: there are none.
+        ngram_ids: finds what n-gram memories need to know about the tokens; None: there are no n-gram memories.
 
     Raises:
-        UserError, ValueError: sizes do not fit one another.
+        UserError, ValueError: sizes do not match.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Attached(nn.Module):
 
 
 def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The kind of a memory and the arguments that it does not leave at their defaults, from the recipe's keys.
+    """The kind of a memory and its arguments that differ from the defaults, from the recipe's keys.
 
     Queries are normalised one by one ("rms" unless "layer" or "none" is chosen): batch statistics would let padding
     and the other texts of a batch change what a token reads.
@@ -193,7 +193,7 @@ def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         hint = "use rms, or layer: batch statistics let padding change what a token reads"
         raise UserError("memory: query_norm is batch (expected rms, layer or none)", hint)
     if "layers" in given:
-        raise UserError("memory: layers stands in it", "give the blocks as the argument `layers`")
+        raise UserError("memory: found layers (expected no such key)", "give the blocks as the argument `layers`")
     checked: Memory | NGram
     try:
         checked = ngram_spec(given) if kind == NGRAM else Memory(kind=kind, **{"query_norm": "rms", **given})
@@ -204,7 +204,7 @@ def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             keys = [field.name for field in fields(NGram if kind == NGRAM else Memory) if field.name != "layers"]
             near = difflib.get_close_matches(key.lower(), keys, n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
-            raise UserError(f"memory: unknown key {key}{meant}", f"its keys: {', '.join(keys)}") from None
+            raise UserError(f"memory: unknown key {key}{meant}", f"known keys: {', '.join(keys)}") from None
         raise UserError(f"memory: {key} is {error['input']!r} (expected {expectation(error)})") from None
     default = asdict(type(checked)())
     chosen = {key: value for key, value in asdict(checked).items() if key != "kind" and value != default[key]}
@@ -212,13 +212,17 @@ def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def ngram_spec(arguments: Mapping[str, Any]) -> NGram:
-    """The recipe's section of an n-gram memory, whose tuples may be lists (pydantic.ValidationError)."""
+    """The recipe's section of an n-gram memory, from keys whose tuples may be lists.
+
+    Raises:
+        pydantic.ValidationError: a key is unknown, or a value is out of its range.
+    """
     given: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in arguments.items()}
     return NGram(**given)
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The blocks of a causal model of transformers: its one list of as many modules as its config has hidden layers.
+    """The blocks of a causal model of transformers: its only list with as many modules as its config has hidden layers.
 
     Raises:
         UserError: it has no config, or none or several such lists.
@@ -230,22 +234,22 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     fit = {name: each for name, each in fit.items() if not any(name.startswith(f"{other}.") for other in fit)}
     if len(fit) != 1:
         found = ", ".join(f"{name} of {len(each)}" for name, each in list((fit or lists).items())[:8]) or "no list"
-        expected = f"expected one of {count}, its config's num_hidden_layers"
-        raise UserError(f"{type(model).__name__}: its lists of modules are {found} ({expected})")
+        expected = f"expected just one of {count} modules, its config's num_hidden_layers"
+        raise UserError(f"{type(model).__name__}: found lists of modules {found} ({expected})")
     return next(iter(fit.values()))
 
 
 def block_owner(model: nn.Module) -> nn.Module:
-    """The network that the blocks of a causal model are the layers of."""
+    """The module of a causal model that directly contains its list of blocks."""
     blocks = find_blocks(model)
     return next(each for each in model.modules() if blocks in list(each.children()))
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of a model of transformers; of one that reads more than text, that of its language model.
+    """The config of a model of transformers; if it reads more than text, that of its language model.
 
     Raises:
-        UserError: it has none, or no width in it.
+        UserError: the model has no config, or the config has no width.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -260,10 +264,10 @@ def vocabulary_of(model: Any) -> int:
 
 
 def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
-    """The FFN of a block, after a look at what it does with one token.
+    """The FFN of a block, tested with one token.
 
     Raises:
-        UserError: it has no such part, or one that does not map (B, T, D) to (B, T, D).
+        UserError: the block has no FFN or several, or its FFN does not map (B, T, D) to (B, T, D).
     """
     found: dict[str, nn.Module] = {}
     for name in FFNS:
@@ -287,33 +291,32 @@ def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
 def insert(
     model: nn.Module, kind: str, arguments: Mapping[str, Any], layers: Sequence[int], mode: Mode, seed: int | None
 ) -> tuple[Attached, Callable[[], None]]:
-    """Attach a new layer at each of the blocks of a network.
+    """Attach a new layer to each of the given blocks of a network.
 
     Args:
         layers: blocks, counted from 1.
-        mode: "add" or "replace"; a replaced FFN stays in the network, without being called. An n-gram memory is added
-            to the stream before the block; its canonical ids are each token's own number until they are filled in.
-        seed: the initial weights are drawn from it and from their names alone; None: they are left as they are, to be
-            loaded.
+        mode: "add" or "replace"; a replaced FFN stays in the network but is not called. An n-gram memory is added to
+            the stream before the block; its canonical ids are each token's own number until they are filled in.
+        seed: the initial weights depend on it and on their names alone; None: they stay uninitialized, to be loaded.
 
     Returns:
-        what was attached, and a function that takes it away again.
+        what was attached, and a function that removes it.
 
     Raises:
-        UserError: a block is not there or has no FFN, sizes do not fit one another, or something is attached already.
+        UserError: a block does not exist or has no FFN, sizes do not match, or something is attached already.
     """
     if mode not in ("add", "replace"):
         raise UserError(f"mode is {mode} (expected add or replace)")
     if kind == NGRAM and mode == "replace":
-        raise UserError("mode is replace (expected add: an n-gram memory stands before a block, in no FFN's place)")
+        raise UserError("mode is replace (expected add: an n-gram memory comes before a block and replaces no FFN)")
     if hasattr(model, NAME):
-        raise UserError(f"{type(model).__name__} has something attached", "detach() that first")
+        raise UserError(f"{type(model).__name__} already has something attached", "call detach() on that first")
     blocks, dim, chosen = find_blocks(model), text_config(model).hidden_size, choose_blocks(model, layers)
     at = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
     devices = dict.fromkeys(next(part.parameters()).device for part in at.values())
     if len(devices) > 1 and arguments.get("share_values"):
         where = " and ".join(map(str, devices))
-        raise UserError(f"memory: share_values, but the blocks are on {where}", "leave share_values out")
+        raise UserError(f"memory: share_values needs all blocks on one device: found {where}", "leave share_values out")
     try:
         with torch.device("meta"):
             attached = Attached(dim, vocabulary_of(model), kind, arguments, chosen, mode)
@@ -327,7 +330,7 @@ def insert(
     undo = []
     if attached.ngram_ids is not None:
         attached.ngram_ids.to(host.get_input_embeddings().weight.device)
-        # Of a model that reads more than text, only the whole is called with ids.
+        # If a model reads more than text, only its base model is called with ids.
         reads_more = text_config(model) is not host.config
         undo += attached.ngram_ids.watch(host.base_model if reads_more else block_owner(model))
     for layer, part in at.items():
@@ -354,13 +357,13 @@ def insert(
 
 
 def choose_blocks(model: nn.Module, layers: object) -> list[int]:
-    """The numbers of blocks, in order.
+    """The numbers of the chosen blocks, in order.
 
     Args:
         layers: as the user gave them, for `insert`.
 
     Raises:
-        UserError: they are no list of different blocks of the network.
+        UserError: this is not a list of different blocks of the network.
     """
     blocks = len(find_blocks(model))
     given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else []
@@ -372,9 +375,7 @@ def choose_blocks(model: nn.Module, layers: object) -> list[int]:
 
 
 def put_back(ffn: nn.Module, trained: list[nn.Parameter], forward: Callable[..., Tensor] | None) -> None:
-    """Let an FFN that was replaced compute again, by its own `forward` or else its class's, and train those of its
-    parameters that did.
-    """
+    """Restore a replaced FFN: its own `forward` (None: its class's), and training of the parameters in `trained`."""
     if forward is None:
         del ffn.forward
     else:
@@ -384,5 +385,5 @@ def put_back(ffn: nn.Module, trained: list[nn.Parameter], forward: Callable[...,
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a network without what is attached to it, by name."""
+    """The parameters of a network without those of what is attached to it, by name."""
     return (pair for pair in model.named_parameters() if not pair[0].startswith(f"{NAME}."))

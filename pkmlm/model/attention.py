@@ -1,4 +1,4 @@
-"""Causal self-attention with its rotary positions and its cache. What may replace the softmax: `efficient_attention`.
+"""Causal self-attention with its rotary positions and its cache. `efficient_attention` has alternatives to the softmax.
 
 B: sequences; T: new positions; S: all positions so far; D: model width; h: heads; e: width of a head; w: pairs of its
 entries that are rotated.
@@ -19,7 +19,7 @@ ROTARY_BASE = 10_000.0
 
 @dataclass
 class KVCache:
-    """Keys and values of the positions that a model has already read, and what else depends on these, for generation.
+    """Keys and values of the positions that a model has already read, and what else depends on them, for generation.
     All positions are allocated at once, so that a new token copies nothing.
 
     Attributes:
@@ -42,7 +42,7 @@ class KVCache:
 
 
 class AttentionLayout(NamedTuple):
-    """Positions and mask of tokens that are no plain sequence: several sequences in a row that share a prefix.
+    """Positions and mask of tokens that are not a plain sequence, but several sequences in a row that share a prefix.
 
     Attributes:
         positions_BT: the position of each token.
@@ -113,7 +113,7 @@ class Attention(nn.Module):
             x_BTD: the normalised residual stream, floating.
             cos_sin: cosines and sines from `rotation`, for rotary positions; None: no rotation.
             cache: keys and values of the tokens before; the new ones are added to it.
-            layout: positions and mask of tokens that are no plain sequence; then there is no cache.
+            layout: positions and mask of tokens that are not a plain sequence; excludes a cache.
 
         Raises:
             ValueError: a cache or a layout with anything but a softmax.

@@ -26,11 +26,11 @@ EPSILON = 1e-6
 def causal_linear_attention(q_BhTM: Tensor, k_BhTM: Tensor, log_scale_BhT: Tensor, v_BhTe: Tensor) -> Tensor:
     """sum_j w_ij v_j / max(sum_j w_ij, 1e-6) over j <= i, with w_ij = exp(s_j - m_i) <q_i, k_j>; (B, h, T, e).
 
-    Within a chunk the weights are written out; what earlier chunks hold is carried as one (M, e + 1) sum a chunk.
+    Within a chunk the weights are computed; earlier chunks are carried along as one (M, e + 1) sum.
 
     Args:
         q_BhTM, k_BhTM: features, none negative, in fp32 or wider.
-        log_scale_BhT: s, the logarithms of the keys' sizes. m_i, the largest until i, keeps all exponents at 0 or
+        log_scale_BhT: s, the logarithms of the keys' sizes. m_i, the largest s_j up to i, keeps all exponents at 0 or
             below; no output depends on later positions, not even by rounding.
         v_BhTe: values, in the dtype of the features.
     """
@@ -61,7 +61,7 @@ def causal_linear_attention(q_BhTM: Tensor, k_BhTM: Tensor, log_scale_BhT: Tenso
 def sums_of_earlier(
     k_BhncM: Tensor, log_scale_Bhnc: Tensor, v_Bhncv: Tensor, running_max_Bhnc: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What stands before each chunk but the first: sum_j exp(s_j - m) k_j v_j^T, and m (the largest s_j)."""
+    """Sums over all positions before each chunk but the first: sum_j exp(s_j - m) k_j v_j^T, and m, the largest s_j."""
     end_Bhn = running_max_Bhnc[:, :, :-1, -1]
     sizes_Bhnc = (log_scale_Bhnc[:, :, :-1] - end_Bhn[..., None]).exp()
     own_BhnMv = (k_BhncM[:, :, :-1] * sizes_Bhnc[..., None]).transpose(-1, -2) @ v_Bhncv[:, :, :-1]
@@ -75,10 +75,10 @@ def sums_of_earlier(
 class CosFormer(nn.Module):
     """w_ij = <relu(q_i), relu(k_j)> cos(pi/2 (i - j) / L), L the context (Qin et al. 2022).
 
-    The cosine of a difference is a sum of two products, so that features are relu(x) times the cosine and relu(x) times
-    the sine of the own position: M = 2e of them. L is the model's context: the current length would leak how many
-    tokens follow. Rotary positions rotate before the ReLU, so that no weight is negative; weights then depend on more
-    than the distance.
+    The cosine of a difference is a sum of two products, so the features are relu(x) times the cosine and relu(x) times
+    the sine of the position: M = 2e of them. L is the model's context: the current length would leak how many tokens
+    follow. Rotary positions rotate before the ReLU, so that no weight is negative; weights then depend on more than the
+    distance.
 
     Args:
         context: L.
@@ -105,13 +105,13 @@ class CosFormer(nn.Module):
 class Performer(nn.Module):
     """w_ij ~ exp(<q_i, k_j> / sqrt(e)) by positive orthogonal random features, FAVOR+ (Choromanski et al. 2021).
 
-    The M features of x / e^(1/4) are exp(<w_m, x> - |x|^2 / 2) / sqrt(M): over the draws of the w_m their products have
-    the mean of the softmax's weights. As in the authors' code features are divided by the largest, and 1e-6 is added;
-    there by the largest of the sequence, which leaks later tokens, here by each vector's own. Queries and keys that
-    rotary positions have rotated go in as they are: what is estimated is then softmax attention with rotary positions.
+    The M features of x / e^(1/4) are exp(<w_m, x> - |x|^2 / 2) / sqrt(M): over draws of the w_m, the mean of their
+    products is the softmax's weights. As in the authors' code, features are divided by the largest, and 1e-6 is added;
+    there it is the largest of the sequence, which leaks later tokens, here that of each vector. Queries and keys that
+    rotary positions have rotated are used as they are: this estimates softmax attention with rotary positions.
 
-    The directions are drawn once from the seed, are the same for all heads of a layer, and are saved with the weights;
-    they are not drawn again in training, as the authors' may be.
+    The directions are drawn once from the seed, are the same for all heads of a layer, and are saved with the weights.
+    Unlike the authors', which may be, they are not redrawn in training.
 
     Args:
         width: of a head (e).
@@ -138,7 +138,7 @@ class Performer(nn.Module):
             return causal_linear_attention(q_BhTM, k_BhTM, size_BhT, at_least_fp32(v_BhTe)).to(v_BhTe.dtype)
 
     def _features(self, x_BhTe: Tensor) -> tuple[Tensor, Tensor]:
-        """Features over the largest of their vector, and the logarithm of that."""
+        """Features divided by the largest of their vector, and the logarithm of the largest."""
         x_BhTe = x_BhTe * x_BhTe.shape[-1] ** -0.25
         log_BhTM = linear(x_BhTe, self.directions_Me) - x_BhTe.square().sum(-1, keepdim=True) / 2
         largest_BhT1 = log_BhTM.amax(-1, keepdim=True)
@@ -149,10 +149,10 @@ class Linformer(nn.Module):
     """Exact attention within a block of c positions, and to r rows that stand for each earlier block.
 
     Linformer projects keys and values along the length, E K and F V (eq. 7), so that every row holds all positions:
-    that is not causal, and no mask makes it so. Here E and F are block-diagonal: a whole block becomes r rows, which
-    later blocks alone may see, in one softmax with the exact keys of the own block. E and F are shared by heads, as in
-    the paper's headwise sharing, and by blocks, so that all blocks train them and any length can be read. A sequence of
-    one block is softmax attention. Keys are rotated by rotary positions before they are projected.
+    that is not causal, and no mask makes it so. Here E and F are block-diagonal: each block becomes r rows, which only
+    later blocks see, in one softmax with the exact keys of their own block. E and F are shared by heads, as in the
+    paper's headwise sharing, and by blocks, so that all blocks train them and any length can be read. A sequence of one
+    block is softmax attention. Keys are rotated by rotary positions before they are projected.
 
     Args:
         block: positions of a block (c).
@@ -198,6 +198,6 @@ class Linformer(nn.Module):
 
 
 def with_earlier(x_Nnce: Tensor, weight_rc: Tensor) -> Tensor:
-    """The r rows of every block but the last, before each block's own: (N, n, S, e)."""
+    """Each block's own positions, preceded by the r rows of every block but the last: (N, n, S, e)."""
     rows_NKe = (weight_rc @ x_Nnce[:, :-1]).flatten(1, 2)
     return torch.cat([rows_NKe[:, None].expand(-1, x_Nnce.shape[1], -1, -1), x_Nnce], 2)

@@ -1,4 +1,4 @@
-"""N-gram memories in somebody else's network: which tokens each of its blocks reads, with what before them.
+"""N-gram memories in a model of `transformers`: finds the tokens that it is called with, and those before each.
 
 B: sequences; T: new positions; S: all positions so far; X: entries of a position.
 """
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from pkmlm.errors import UserError
 from pkmlm.model.memory.ngram import NGramIds, Past
 
-CACHES = ("cache", "past_key_values")  # what a network calls its cache: the first since transformers 5.24
+CACHES = ("cache", "past_key_values")  # what a network calls its cache; the first since transformers 5.24
 
 
 class HostHistory:
-    """What depends on earlier positions, kept in layers of a cache of transformers beyond the network's own, so that
-    all that is done to a cache (reordering, cropping, copying) is done to it.
+    """Keeps what depends on earlier positions in extra layers of a cache of transformers, so that whatever is done to
+    the cache (reordering, cropping, copying) is done to them, too.
 
     Args:
-        cache: holds what earlier forwards have left; None: there were none.
+        cache: holds what earlier forwards have left; None: there is no cache, or not yet.
     """
 
     def __init__(self, cache: Any):
@@ -29,7 +29,7 @@ class HostHistory:
         self._new: dict[str, Tensor] = {}
 
     def append(self, name: str, x_BT: Tensor) -> Tensor:
-        """New positions (B, T, ...), to be kept; returns all so far (B, S, ...)."""
+        """Take new positions (B, T, ...), for `keep`; return all so far (B, S, ...)."""
         self._new[name] = x_BT
         layer = self._layer(name)
         if layer is None:
@@ -43,7 +43,7 @@ class HostHistory:
         return 0 if layer is None else int(layer.get_seq_length())
 
     def keep(self) -> None:
-        """Leave the new positions in the cache."""
+        """Add the new positions to the cache."""
         from transformers.cache_utils import DynamicLayer
 
         for name, x_BT in self._new.items():
@@ -61,16 +61,16 @@ class HostHistory:
 
 
 class HostIds(NGramIds):
-    """Finds what the n-gram memories need to know of the tokens that a network of transformers is called with.
+    """Finds what the n-gram memories need to know about the tokens that a network of transformers is called with.
 
     Attributes:
-        past: while the network runs, what they need; None: it does not run.
+        past: what they need, while the network runs; otherwise None.
     """
 
     past: Past | None = None
 
     def watch(self, network: nn.Module) -> list[Callable[[], None]]:
-        """Look at every call of a network that maps ids to hidden states; returns what ends that."""
+        """Hook into every call of a network that maps ids to hidden states; return functions that remove the hooks."""
         hooks = (
             network.register_forward_pre_hook(self.begin, with_kwargs=True),
             network.register_forward_hook(self.end),
@@ -81,21 +81,21 @@ class HostIds(NGramIds):
         """Take ids, mask and cache from what a network is called with: its forward pre-hook.
 
         Raises:
-            UserError: there are no ids, the mask is none of (B, S), or the cache is static or has unseen positions.
+            UserError: there are no ids, the mask is not (B, S), or the cache is static or has unseen positions.
         """
         named = {**dict(zip(inspect.signature(network.forward).parameters, args, strict=False)), **options}
         ids_BT, mask = named.get("input_ids"), named.get("attention_mask")
         if ids_BT is None:
-            raise UserError("n-gram memories read tokens, and there are none", "give input_ids, not inputs_embeds")
+            raise UserError("input_ids is None (n-gram memories need tokens)", "give input_ids, not inputs_embeds")
         cache = next((named[name] for name in CACHES if named.get(name) is not None), None)
-        if getattr(cache, "is_compileable", False):  # with layers that grow, its masks would be others
+        if getattr(cache, "is_compileable", False):  # layers that grow would change its masks
             message = f"the cache is a static {type(cache).__name__} (expected one that grows)"
             raise UserError(message, "call generate without cache_implementation, or with use_cache=False")
         history = HostHistory(cache)
         seen, known = 0 if cache is None else int(cache.get_seq_length()), history.length("ids")
         if seen != known:
             message = f"the cache holds {seen} positions, of which the n-gram memory has seen {known}"
-            raise UserError(message, "begin with an empty cache")
+            raise UserError(message, "start with an empty cache")
         expected = (len(ids_BT), known + ids_BT.shape[1])
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != expected):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -104,7 +104,7 @@ class HostIds(NGramIds):
         self.past = self(ids_BT, history, None, mask)
 
     def end(self, network: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Leave in the cache what the next call needs: the network's forward hook."""
+        """Add to the cache what the next call needs: the network's forward hook."""
         assert self.past is not None
         history = self.past.cache
         assert isinstance(history, HostHistory)

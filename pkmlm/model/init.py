@@ -16,7 +16,7 @@ from pkmlm.seeds import generator
 
 
 class Normal(NamedTuple):
-    """Entries of N(0, std^2). With `width`, the tensor holds columns of a matrix of so many, from column `first` on."""
+    """Entries of N(0, std^2). With `width`, the tensor holds columns of a matrix that wide, from column `first` on."""
 
     std: float
     width: int | None = None
@@ -50,15 +50,16 @@ class Multipliers(NamedTuple):
 
 
 InitSpec = Normal | Uniform | Constant | OrthogonalRows | Counting | Multipliers
-BLOCK = 1 << 16  # rows drawn at a time, a multiple of 16: torch draws normal numbers by sixteen
+BLOCK = 1 << 16  # rows drawn at a time, a multiple of 16: torch draws normal numbers in groups of 16
 
 
 def linear_std(dim_in: int, dim_out: int) -> float:
-    """The standard deviation of a linear map's or an embedding's initial weights: sqrt(2 / 5d), d the narrower of its
-    two widths, as a rule the model's (Nguyen and Salazar 2019, "small init"; also Pythia's).
+    """The standard deviation of a linear map's or an embedding's initial weights: sqrt(2 / 5d), where d is the narrower
+    of its two widths, usually the model's (Nguyen and Salazar 2019, "small init"; also Pythia's).
 
-    GPT-2's 0.02 is this at a width of 1,000. In narrow models it lets the residual stream start so small that the first
-    steps move all embeddings alike: gradients of norm 10 to 75 in the warm-up, and losses 0.2 nats higher ever after.
+    GPT-2's 0.02 is this at a width of 1,000. In narrow models 0.02 makes the residual stream start so small that the
+    first steps move all embeddings the same way: gradients have norms of 10 to 75 in the warm-up, and losses stay 0.2
+    nats higher.
     """
     return math.sqrt(2 / (5 * min(dim_in, dim_out)))
 
@@ -84,10 +85,10 @@ def initialise(model: nn.Module, seed: int) -> None:
 
     Args:
         model: its tensors must have storage.
-        seed: any integer: of a recipe's model, its `train.seed`.
+        seed: any integer; for a recipe's model, its `train.seed`.
 
     Raises:
-        KeyError: a module owns a tensor for which it states no initial value (a programmer's mistake).
+        KeyError: a module owns a tensor for which it states no initial value (a programming error).
     """
     for path, module in model.named_modules():
         stated = init_spec_of(module)

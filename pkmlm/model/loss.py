@@ -48,7 +48,7 @@ class _SummedLoss(torch.autograd.Function):
             slope_CV = slope_CV.to(dtype)
             if h_grad is not None:
                 h_grad[chunk] = matmul_nt(slope_CV, read_VD.t())
-            if ctx.needs_input_grad[1]:  # summed as the products lie: a sum of two layouts takes several times as long
+            if ctx.needs_input_grad[1]:  # summed in the layout of the products: adding two takes several times as long
                 product_VD = matmul_tn(slope_CV, h_CD)
                 weight_grad = product_VD.to(weight_VD.dtype) if weight_grad is None else weight_grad.add_(product_VD)
         ctx.save_for_backward(h_grad, None if weight_grad is None else weight_grad.contiguous())
@@ -63,7 +63,7 @@ class _SummedLoss(torch.autograd.Function):
 
 def loss_and_slope(logits_CV: Tensor, targets_C: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over scored targets, times `scale` (0-d), and its derivative by the logits (C, V): softmax
-    less one-hot. Both in fp32 (fp64 for fp64 logits); logits of at least that precision are overwritten.
+    minus one-hot. Both in fp32 (fp64 for fp64 logits); logits of at least that precision are overwritten.
     """
     x_CV = at_least_fp32(logits_CV)
     scored_C1 = (targets_C >= 0).to(x_CV.dtype)[:, None] * scale
@@ -72,22 +72,22 @@ def loss_and_slope(logits_CV: Tensor, targets_C: Tensor, scale: float) -> tuple[
     sum_C1 = x_CV.sub_(largest_C1).exp_().sum(-1, keepdim=True)
     loss = ((sum_C1.log() + largest_C1 - target_C1) * scored_C1).sum()
     x_CV.mul_(scored_C1 / sum_C1)
-    return loss, x_CV.scatter_(1, at_C1, x_CV.gather(1, at_C1) - scored_C1)  # one a row: the same bits every time
+    return loss, x_CV.scatter_(1, at_C1, x_CV.gather(1, at_C1) - scored_C1)  # one per row: the same bits every time
 
 
 def summed_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: float = 1.0) -> Tensor:
     """Cross-entropy of the logits h W^T, summed over scored tokens, times `scale`: 0-d, nats, in fp32 (fp64 for fp64
-    states), with gradients to both. The products run in the autocast's dtype, and gradients of W add up in its own.
+    states), with gradients of both. The products run in the autocast's dtype; gradients of W add up in the dtype of W.
 
     Args:
         h_ND: hidden states, floating.
         weight_VD: the head's weights, floating.
         targets_N: int64; negative for a token that is not scored.
-        scale: factor of the loss. That of fp16 training belongs here: the gradients are computed now, and would
-            overflow without it.
+        scale: factor of the loss. The loss scale of fp16 training belongs here: the gradients are already computed now,
+            in fp16, and could leave its range without it.
     """
     kind = h_ND.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
-    if not torch.is_grad_enabled():  # an autograd function does not see it
+    if not torch.is_grad_enabled():  # which an autograd function does not see
         h_ND, weight_VD = h_ND.detach(), weight_VD.detach()
     return _SummedLoss.apply(h_ND, weight_VD, targets_N, scale, dtype)

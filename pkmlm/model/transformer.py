@@ -33,8 +33,8 @@ class FFN(nn.Module):
 
     Args:
         model: the recipe's section: its `dim`, `ffn_dim` (null: four times `dim`), `bias` and `activation`.
-        share: factor of the initial weights of the last map, as of every residual branch; GPT-2's is one over the root
-            of the number of branches.
+        share: factor of the last map's initial weights, as in every residual branch; GPT-2's is one over the square
+            root of the number of branches.
     """
 
     def __init__(self, model: Model, share: float):
@@ -91,7 +91,7 @@ class Block(nn.Module):
         The others are those of `Attention.forward`.
 
         Raises:
-            ValueError: an n-gram memory is not told what stands before the tokens.
+            ValueError: the block has an n-gram memory, and `past` is None.
         """
         if self.ngram is not None:
             if past is None:
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
         pool: the tables that their memories share; None: each has its own.
 
     Attributes:
-        ngram_ids: finds what n-gram memories need to know of the tokens; None: there are none.
+        ngram_ids: finds what n-gram memories need to know about the tokens; None: there are no n-gram memories.
     """
 
     def __init__(self, model: Model, vocab_size: int, blocks: list[Block], pool: Pool | None = None):
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         Args:
             tokens_BT: int64, below V.
             cache: keys and values of the tokens before; the new ones are added to it.
-            layout: positions (within the context) and mask of tokens that are no plain sequence; excludes a cache.
+            layout: positions (within the context) and mask of tokens that are not a plain sequence; excludes a cache.
 
         Raises:
             ValueError: more positions than the context has.
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
 
 
 def uninitialized_embedding(rows: int, dim: int) -> nn.Embedding:
-    """An embedding without initial weights: to draw them on the meta device, torch would load its compiler (0.5 s)."""
+    """An embedding without initial weights: drawing them on the meta device would load torch's compiler (0.5 s)."""
     return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
 
 
@@ -234,7 +234,7 @@ def build_model(
 ) -> Transformer:
     """The model of a recipe, initialised from its seed; on the meta device, only its shape.
 
-    N-gram memories know no tokenizer yet: whoever trains them fills `ngram_ids.canonical_V`.
+    N-gram memories know no tokenizer yet: to train them, fill `ngram_ids.canonical_V`.
 
     A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`).
 
@@ -242,7 +242,7 @@ def build_model(
         recipe: a checked recipe.
         vocab_size: rows of the embedding (`model.vocab_size` may be null).
         device: where the weights lie; "meta": nowhere.
-        ranks: process groups that train the model; each rank holds its columns of the tables, and all the rest.
+        ranks: process groups that train the model; each rank holds its columns of the tables, and all else in full.
         init_weights: False leaves the weights uninitialized, for a checkpoint to be loaded into them.
         table_bits: 8 or 4 bits in which the tables are held, without initial weights; None: in fp32.
 

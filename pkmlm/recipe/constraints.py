@@ -1,4 +1,4 @@
-"""What must hold between a recipe's keys and with the ranks that train it.
+"""What must hold between a recipe's keys, and for the ranks that train it.
 
 `schema.py` has the type and range of each key by itself. An error names the key, what was found and what was expected.
 """
@@ -23,7 +23,7 @@ class Check:
         self.places = places
 
     def fail(self, key: str, message: str, expected: str, *others: str, hint: str = "") -> NoReturn:
-        """Raise an error about `key`, at its place; where it has its default, at that of one of the other keys."""
+        """Raise an error about `key`, at its place; if it was not given, at that of one of the other keys."""
         place = next((f"{self.places[name]}: " for name in (key, *others) if name in self.places), "")
         raise UserError(f"{place}{key}: {message} (expected {expected})", hint)
 
@@ -35,11 +35,11 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
         places: dotted key -> where it was given, for the errors.
 
     Raises:
-        UserError: something cannot hold.
+        UserError: something in it is not possible.
     """
     check = Check(places or {})
     if not re.fullmatch(r"\w[\w.+-]{0,99}", recipe.name):
-        expected = "at most 100 letters, digits and . _ + -, the first no . + or -"
+        expected = "at most 100 letters, digits and . _ + -, not beginning with . + or -"
         check.fail("name", f"found {recipe.name!r}", expected)
     check_sizes(check, recipe.model)
     check_attention(check, recipe)
@@ -89,7 +89,7 @@ def check_ranks(recipe: Recipe, ranks: int, file: str) -> None:
     """Check that a number of processes can train a recipe together.
 
     Args:
-        file: the recipe's, which errors name.
+        file: the recipe's file, for errors.
 
     Raises:
         UserError: a step does not divide into whole micro-batches on every rank, the ranks do not divide into groups
@@ -178,7 +178,7 @@ def require_softmax(model: Model, place: str, task: str) -> None:
     """Refuse a model whose attention cannot do what was asked for: `task`, such as "generate".
 
     Raises:
-        UserError: its attention is no softmax; `place` says whose.
+        UserError: its attention is not softmax; `place` says whose.
     """
     if model.attention != "softmax":
         raise UserError(f"{place}: {model.attention} attention cannot {task} (expected model.attention: softmax)")
@@ -240,7 +240,7 @@ def check_memory(check: Check, model: Model) -> None:
 
 
 def check_ngram(check: Check, model: Model) -> None:
-    """N-gram memories stand in layers of the model, their tables have prime numbers of rows, which fit the width."""
+    """N-gram memories are in layers of the model; their tables have a prime number of rows, of a width that fits."""
     ngram = model.ngram
     for layer in ngram.layers:
         if layer > model.layers or ngram.layers.count(layer) > 1:
@@ -255,16 +255,16 @@ def check_ngram(check: Check, model: Model) -> None:
         check.fail("model.ngram.rows", message, "at most 2^31 rows in a layer", "model.ngram.heads")
     if ngram.fusion == "add" and ngram.row_dim != model.dim:
         others = ("model.ngram.fusion", "model.dim")
-        check.fail("model.ngram.row_dim", f"found {ngram.row_dim}, and fusion add adds rows", f"{model.dim}", *others)
+        check.fail("model.ngram.row_dim", f"found {ngram.row_dim}, but fusion add adds rows", f"{model.dim}", *others)
 
 
 def next_prime(number: int) -> int:
-    """The smallest prime that is no less than a number above 1: itself, if it is prime."""
+    """The smallest prime that is not less than `number`, which is above 1."""
     return next(n for n in itertools.count(number) if all(n % each for each in range(2, math.isqrt(n) + 1)))
 
 
 def check_finetuning(check: Check, recipe: Recipe) -> None:
-    """There are values to train and what their choice needs, and nothing moves those that are not chosen."""
+    """There are values to train, and a background where one is needed; slots that are not chosen do not move."""
     chosen, only = recipe.finetune.slots, recipe.train.only
     for key, found in (("train.only", only), ("finetune.slots", chosen)):
         if found != "all" and recipe.model.memory.kind == "none":
@@ -273,7 +273,7 @@ def check_finetuning(check: Check, recipe: Recipe) -> None:
         message = f"found {recipe.eval.recalibrate}, but train.only: values keeps all statistics"
         check.fail("eval.recalibrate", message, "0", "train.only")
     if chosen != "all" and recipe.optim.values.optimizer == "adam":
-        message = f"adam moves every slot, and finetune.slots {chosen} only some"
+        message = f"adam moves every slot, but finetune.slots {chosen} only some"
         check.fail("optim.values.optimizer", message, "row-adam or row-sgd", "finetune.slots")
     if chosen in ("tfidf", "kl") and recipe.finetune.background is None:
         hint = "pkmlm usage-report RUN --split train --background FILE writes one"
@@ -287,18 +287,18 @@ def has_ffn(model: Model) -> bool:
 
 
 def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
-    """The layers with a memory, counted from 1 and in order; the value says whether it stands beside the FFN.
+    """The layers with a memory, counted from 1 and in order; the value says whether it is beside the FFN.
 
     `5` replaces the FFN of layer 5, `5+` adds beside it. `auto:N` spreads N memories at equal distances, over
-    layers i * ceil(L / (N + 1)), i = 1 ... N, which for L = 16 and N = 2 gives 6 and 12 (PKM section 4.3); where these
+    layers i * ceil(L / (N + 1)), i = 1 ... N, which for L = 16 and N = 2 gives 6 and 12 (PKM section 4.3); if these
     go beyond the last, over i * (L + 1) / (N + 1), rounded.
-    Empty where the kind is none.
+    Empty if the kind is none.
 
     Args:
-        check: knows where the recipe names them, for the errors.
+        check: knows where the recipe gives the layers, for errors.
 
     Raises:
-        UserError: not a layer, beyond the model, or named twice.
+        UserError: an entry is not a layer, is beyond the model, or is given twice.
     """
     if model.memory.kind == "none":
         return {}

@@ -1,4 +1,4 @@
-"""A recipe from its file: YAML, inheritance (`base:`) and overrides (`-s key=value`) into dataclasses.
+"""Load a recipe: turn YAML, inheritance (`base:`) and overrides (`-s key=value`) into dataclasses.
 
 Every error names the file, line and column (or the override) and the dotted key.
 """
@@ -26,7 +26,7 @@ MAX_DIGITS = 40
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read, inherit, override and check a recipe.
+    """Read a recipe and those that it inherits, apply overrides, and check the result.
 
     Args:
         path: a YAML file, or the name of an installed recipe ("demo"). A `base: other.yaml` in it, relative to its
@@ -35,20 +35,20 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         overrides: `key=value` with a dotted key; the value is a scalar or a list ([3, 5]); the last wins.
 
     Raises:
-        UserError: the file is no recipe, or `pkmlm.recipe.constraints` finds keys that cannot hold together.
+        UserError: the file is not a valid recipe, or `pkmlm.recipe.constraints` finds keys that do not fit together.
     """
     return recipe_of(read_tree(find_recipe(path)), overrides)
 
 
 def recipe_of(tree: Node, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe of a tree, as `load_recipe` makes it of a file's."""
+    """The recipe of a tree with overrides, checked, as `load_recipe` returns it."""
     for override in overrides:
         tree = merge(tree, parse_override(override))
     places: dict[str, str] = {}
     recipe: Recipe = bind(tree, Recipe, "", places)
     for section, key in (("data", "dir"), ("train", "init_from"), ("finetune", "background")):
         part = getattr(recipe, section)
-        if (path := getattr(part, key)) and path.startswith("~"):  # in a recipe or behind -s, no shell has seen it
+        if (path := getattr(part, key)) and path.startswith("~"):  # no shell expands it in a recipe or after -s
             recipe = replace(recipe, **{section: replace(part, **{key: os.path.expanduser(path)})})
     folder = recipe.data.dir
     if folder and not os.path.exists(folder) and not places["data.dir"].startswith("-s "):
@@ -63,7 +63,7 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
 
     Args:
         inheritors: real paths of the files that inherit from this one.
-        named_at: the place of the `base:` that names it.
+        named_at: the place of the `base:` that names this one.
     """
     prefix = f"{named_at}: base: " if named_at else ""
     try:
@@ -88,8 +88,8 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` on top of `base`: mappings key by key, an empty one (`memory:`, all of whose keys are commented out) too;
-    everything else replaced.
+    """`over` on top of `base`: mappings are merged key by key, everything else is replaced. An empty mapping (`memory:`
+    with all of its keys commented out) changes nothing.
     """
     if isinstance(base.value, dict) and over.value == "" and not over.quoted:
         return base
@@ -102,16 +102,16 @@ def merge(base: Node, over: Node) -> Node:
 
 
 def bind(node: Node, kind: Any, name: str, places: dict[str, str], root: Any = None) -> Any:
-    """The value of a type that a node stands for.
+    """Convert a node to a value of a type.
 
     Args:
         kind: a pydantic dataclass, or the type of one of its fields.
-        name: the dotted key; "" where `kind` is a whole recipe or grid.
+        name: the dotted key; "" if `kind` is a complete recipe or grid.
         places: receives the place of every key, and of every item of a list as `key.0`.
-        root: the type of the whole recipe or grid, which knows the keys to suggest for an unknown one; None: `kind`.
+        root: the type of the complete recipe or grid, for the keys to suggest for an unknown one; None: `kind`.
 
     Raises:
-        UserError: the node stands for no such value; names its place and the dotted key.
+        UserError: the node is not such a value; names its place and the dotted key.
     """
     root = root or kind
     if name:
@@ -153,7 +153,7 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str], root: Any = N
 
 
 def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], root: Any) -> Any:
-    """A dataclass from a mapping of its keys."""
+    """Convert a mapping to a dataclass that has its keys."""
     hints = get_type_hints(kind)
     entries = {} if node.value == "" and not node.quoted else node.value
     if not isinstance(entries, dict):
@@ -179,7 +179,7 @@ def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], root:
 
 
 def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root: Any) -> UserError:
-    """The error of a key that does not exist, with the key of that name elsewhere or the most similar one."""
+    """The error for an unknown key; suggests the keys of that name in other sections, or else the most similar one."""
     names = [name for name, _, _ in leaves(root)]
     if any(f"{name}.".startswith(f"{dotted}.") for name in names):
         hint = "write a: {b: ...} for a.b: ..."
@@ -198,7 +198,7 @@ def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root
 
 
 def wrong(node: Node, name: str, expected: str) -> UserError:
-    """The error of a node that is not what its key expects."""
+    """The error for a node that is not what its key expects."""
     of_a_recipe = name.partition(".")[0] in {section.name for section in fields(Recipe)}
     hint = "`pkmlm recipe keys` explains every key" if of_a_recipe else ""
     return UserError(f"{node.place}: {name}: found {node.shown()} (expected {expected})", hint)

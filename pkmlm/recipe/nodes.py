@@ -1,4 +1,4 @@
-"""YAML text into a tree of nodes that know their file, line and column.
+"""Turn YAML text into a tree of nodes that know their file, line and column.
 
 Recipes, grids and task files need mappings, lists and scalars only; anchors, tags and merge keys are refused. A scalar
 keeps its raw text: the type of its key decides what `3e-4` or `no` means, not YAML's rules.
@@ -69,7 +69,7 @@ def yaml_text(path: Path) -> str:
     """The text of a YAML file, without its byte-order mark.
 
     Raises:
-        UserError: it cannot be read, is no regular file, has more than `MAX_BYTES` bytes, or is not UTF-8.
+        UserError: it cannot be read, is not a regular file, has more than `MAX_BYTES` bytes, or is not UTF-8.
     """
     with read_errors(path):
         if path.exists() and not path.is_file():
@@ -88,15 +88,15 @@ def yaml_text(path: Path) -> str:
 
 @lru_cache(maxsize=256)
 def parse(text: str, file: str, *, lines: bool = True) -> Node:
-    """The tree of one YAML document, not to be changed: a text that comes again, as `compare` reads each run's recipe
-    several times, has the same one.
+    """The tree of one YAML document. It must not be changed: it is cached, as `compare` reads each run's recipe several
+    times.
 
     Args:
-        file: where the text stands.
-        lines: places have line and column; they mean nothing within an override.
+        file: the file of the text.
+        lines: whether places have line and column, which mean nothing in an override.
 
     Raises:
-        UserError: not one document of the YAML that recipes use; names the place.
+        UserError: the text is not one document of the YAML that recipes use; names the place.
     """
 
     def place(mark: yaml.Mark | None) -> str:
@@ -116,9 +116,9 @@ def parse(text: str, file: str, *, lines: bool = True) -> Node:
         before = text[: error.position]
         line, column = before.count("\n") + 1, error.position - before.rfind("\n")
         code = f"U+{int(error.character):04X}"
-        raise UserError(f"{file}:{line}:{column}: the character {code} may not stand in YAML text") from None
+        raise UserError(f"{file}:{line}:{column}: the character {code} is not allowed in YAML") from None
     except (ValueError, OverflowError):  # PyYAML lets chr() fail on "\UFFFFFFFF"
-        raise UserError(f"{place(composer.get_mark() if composer else None)}: an escape names no character") from None
+        raise UserError(f"{place(composer.get_mark() if composer else None)}: an escape is not valid") from None
     if root is None:
         raise UserError(f"{file}: empty (expected key: value)")
     return convert(root, place)

@@ -1,9 +1,9 @@
 """Every key of a recipe: its type, range or choices, default and help.
 
-A recipe is a tree of frozen dataclasses that pydantic validates, however they are made: a value of another type, beyond
-its range or none of the choices raises `pydantic.ValidationError`. `load.py` fills the tree from YAML and turns such an
-error into one line with its place; `constraints.py` says what must hold between keys. `pkmlm recipe keys` and `pkmlm
-recipe schema` print what stands here, and `dump_recipe` writes a recipe out. A key's unit is in its help.
+A recipe is a tree of frozen dataclasses that pydantic validates whenever one is made: a value of the wrong type, out of
+range or not among the choices raises `pydantic.ValidationError`. `load.py` fills the tree from YAML and turns such an
+error into one line with its place; `constraints.py` checks what must hold between keys. `pkmlm recipe keys` and `pkmlm
+recipe schema` print what is defined here, and `dump_recipe` writes a recipe out. A key's unit is in its help.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ Gate = Literal["none", "silu"]
 Expert = Literal["gelu", "relu"]
 SlotScore = Literal["all", "count", "tfidf", "kl"]
 HashScore = Literal["paper", "scaled"]
-LearningRate = Annotated[float, Field(gt=0, le=1000)]  # more is a slip of the pen, and would soon overflow
+LearningRate = Annotated[float, Field(gt=0, le=1000)]  # a larger one is a typo, and would soon overflow
 ValuesRate = Annotated[float, Field(gt=0, le=1e6)]  # plain gradients of values are small
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -66,7 +66,7 @@ Epsilon = Annotated[float, Field(ge=1e-30)]  # less is 0 in fp32: unread rows wo
 
 
 def one_or_list(item: dict[str, Any]) -> WithJsonSchema:
-    """The JSON Schema of a list for which a single item may stand."""
+    """The JSON Schema of a list that may be given as a single item."""
     return WithJsonSchema({"anyOf": [item, {"type": "array", "items": item}]})
 
 
@@ -77,7 +77,7 @@ Orders = Annotated[tuple[Order, ...], one_or_list({"type": "integer", "minimum":
 
 
 def key(default: Any, text: str, **limits: Any) -> Any:
-    """A field with its default and help, and limits (`ge=`, `gt=`, `le=`, `lt=`) that its type does not bring.
+    """A field with its default and help, and limits (`ge=`, `gt=`, `le=`, `lt=`) that its type does not set.
 
     Args:
         default: a value, or the class of a section.
@@ -88,16 +88,16 @@ def key(default: Any, text: str, **limits: Any) -> Any:
 
 
 def expectation(error: ErrorDetails) -> str:
-    """What a value should be, from pydantic's error about it: after "expected"."""
+    """The text after "expected" in an error message, from pydantic's error."""
     text = EXPECTED.get(error["type"])
     return error["msg"] if text is None else text.format(**error.get("ctx", {})).replace("'", "")
 
 
 def section(kind: type[Section], /, **values: Any) -> Section:
-    """A section of Python's values, which no file names.
+    """A section made from Python values rather than from a file.
 
     Raises:
-        ValueError: a value has another type, is beyond its range or none of the choices.
+        ValueError: a value has the wrong type, is out of range or not among the choices.
     """
     try:
         return kind(**values)
@@ -147,18 +147,18 @@ class Memory:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the layer of this kind takes by the same names."""
+        """The arguments that the layer of this kind takes, by the same names."""
         others = {"kind", "layers", "share_values"} | ({"expert"} if self.kind != "peer" else set())
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
 
     @property
     def key_rows(self) -> int:
-        """Keys of a head, in rows of `key_dim`: two halves' sub-keys are as many rows as one half has."""
+        """Keys of a head, in rows of `key_dim`: two sub-keys, one of each half, fill a row."""
         return self.num_keys if self.halved else self.slots
 
     @property
     def halved(self) -> bool:
-        """Whether slots are pairs of sub-keys, each of which meets a half of the query."""
+        """Whether slots are pairs of sub-keys, each compared with one half of the query."""
         return self.kind != "flat-key"
 
     @property
@@ -193,7 +193,7 @@ class NGram:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the layer takes by the same names."""
+        """The arguments that the layer takes, by the same names."""
         return {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("layers", "canonical")
         }
@@ -209,7 +209,7 @@ class Hash:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What every hash layer takes by the same names."""
+        """The arguments that every hash layer takes, by the same names."""
         return {"temperature": self.temperature, "score": self.score}
 
 
@@ -259,7 +259,7 @@ class Model:
 
     @property
     def maps_values(self) -> bool:
-        """Whether a map stands between the values of a memory and the residual stream."""
+        """Whether there is a map between the values of a memory and the residual stream."""
         return self.memory.gate != "none" or self.memory.value_dim not in (None, self.dim)
 
     @property
@@ -340,7 +340,7 @@ class Optim:
     ngram: NGramOptim = key(NGramOptim, "tables of n-gram memories")
 
     def filled(self, group: Any) -> Any:
-        """A section of one of the groups, in which the keys that are null have their values here."""
+        """A copy of one group's section, in which keys that are null have the values of this section."""
         return replace(group, **{name: getattr(self, name) for name, value in vars(group).items() if value is None})
 
 
@@ -472,7 +472,7 @@ class UntitledJsonSchema(GenerateJsonSchema):
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a recipe file, for editors: as the recipe's, with `base`, and sections that may be partial."""
+    """The JSON Schema of a recipe file, for editors: that of a recipe, with `base`; sections may be partial."""
     schema = TypeAdapter(Recipe).json_schema(schema_generator=UntitledJsonSchema)
     base = {"type": "string", "description": "recipe to inherit from, relative to this file's folder"}
     schema["properties"] = {"base": base, **schema["properties"]}
@@ -514,7 +514,7 @@ def flatten(recipe: Recipe) -> dict[str, Any]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The whole recipe as YAML; reading it back gives an equal recipe."""
+    """The complete recipe as YAML; reading it back gives an equal recipe."""
 
     def walk(section: Any, indent: str) -> Iterable[str]:
         for field in fields(section):
@@ -529,7 +529,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def recipe_sha256(recipe: Recipe) -> str:
-    """The sha256 of the whole recipe: what was measured of a run of another recipe is not this one's."""
+    """The sha256 of the complete recipe, by which a measurement is tied to the recipe that it was made with."""
     return hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
 
 

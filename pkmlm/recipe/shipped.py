@@ -7,12 +7,12 @@ from pathlib import Path
 from pkmlm.errors import UserError
 from pkmlm.recipe.nodes import yaml_text
 
-# Within an installed package; or beside it, in a checkout.
+# Inside the installed package or, in a checkout, beside it.
 RECIPES = next(folder / "recipes" for folder in Path(__file__).parents[1:3] if (folder / "recipes").is_dir())
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe or grid: `name` itself, or, where there is none (a folder is none), the one of that name in
+    """The file of a recipe or grid: `name` itself or, if that does not exist or is a folder, the one of that name in
     `RECIPES` ("demo", "pkm/cpu", "pkm/grids/table-2").
     """
     path = Path(name)
@@ -33,7 +33,7 @@ def recipe_text(path: Path) -> str:
     """The text of a recipe or grid.
 
     Raises:
-        UserError: see `yaml_text`; where there is no such file, with those of similar names.
+        UserError: see `yaml_text`; if there is no such file, the hint suggests similar names.
     """
     try:
         return yaml_text(path)
@@ -47,11 +47,11 @@ def recipe_text(path: Path) -> str:
     near = [known[name] for name in difflib.get_close_matches(path.stem, known)]
     near += [known[name] for name in difflib.get_close_matches(str(path), known)]
     meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
-    hint = meant if near else "`pkmlm recipe list` lists those that come along"
+    hint = meant if near else "`pkmlm recipe list` lists those that come with pkmlm"
     raise UserError(message, hint)
 
 
 def shipped_names() -> list[str]:
-    """The names of all recipes and grids in `RECIPES`; those of a folder stand together."""
+    """The names of all recipes and grids in `RECIPES`, sorted by folder."""
     files = sorted(RECIPES.rglob("*.yaml"), key=lambda file: (file.parent, file.name))
     return [file.relative_to(RECIPES).with_suffix("").as_posix() for file in files]

@@ -18,12 +18,12 @@ def warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) ->
 
 
 def random_weights_warning(recipe: Recipe) -> list[str]:
-    """Warnings where fine-tuning begins with a model that was never trained."""
+    """A warning if fine-tuning begins with a model that was never trained."""
     if recipe.train.init_from is not None:
         return []
     if recipe.train.only != "all":
         found = f"train.only: {recipe.train.only} without train.init_from"
-        return [f"{found}: all other weights stay as they are drawn, random"]
+        return [f"{found}: all other weights stay at their random initial values"]
     if recipe.finetune.slots in ("tfidf", "kl"):
         return ["finetune.background without train.init_from: it was counted on another model, with slots of its own"]
     return []
@@ -43,14 +43,14 @@ def warmup_warnings(recipe: Recipe) -> list[str]:
     decay, longest = recipe.optim.decay_steps, max(warmup or 0 for warmup in warmups.values())
     if longest <= steps < longest + decay and decay:
         what = f"{decay:,} for {training} of training, of which {longest:,} are warm-up"
-        found.append(f"optim.decay_steps: {what}: the learning rate falls before it is at its peak")
+        found.append(f"optim.decay_steps: {what}: the learning rate falls before it reaches its peak")
     return found
 
 
 def unused_key_warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -> list[str]:
-    """Keys that the file or the overrides set and that have no effect, because of the value of another key.
+    """Warnings about keys that the file or the overrides set, but that the value of another key leaves without effect.
 
-    Keys that the file inherits do not count, nor does a key set together with the one that disables it, or before:
+    Keys that the file inherits do not count, nor does a key set together with the one that disables it, or before it:
     `model.memory.kind: none` over a memory's recipe is how its dense twin is written.
     """
     values = flatten(recipe)

@@ -1,4 +1,4 @@
-"""What a run keeps: its directory, results and checkpoints, and how files are written so that none is ever half there.
+"""What a run keeps: its directory, results and checkpoints, and how files are written so that none is half-written.
 
 files.py changes files, checks them against manifests, and locks a folder; results.py knows the names and schemas of all
 results, directory.py the paths and pointers of a run; checkpoint.py writes, verifies and reads checkpoints.

@@ -1,13 +1,13 @@
-"""Checkpoints: everything that a run needs to be resumed to the bit, written whole or not at all.
+"""Checkpoints: everything that a run needs to resume bit for bit, written completely or not at all.
 
 A checkpoint is a folder: weights.safetensors (parameters and buffers by path), optimizer.safetensors (each parameter's
 state as "path|key"), state.json (`Progress`), and manifest.json with the size and sha256 of each. Where P ranks divide
 the columns of a run's tables, each writes its columns, and their moments, into files of its own
-(weights-1-of-P.safetensors ...), and rank 0 writes the rest; any number of ranks reads what any other has written.
+(weights-1-of-P.safetensors ...), and rank 0 writes the rest; any number of ranks can read what any other number wrote.
 There is no random state to save: a step's random numbers follow from the seed, its number and the rank.
 
-Models and optimizers come as dicts of tensors (`model.state_dict()`, `train.optim.optimizer_state`). `tables` names
-those of a model's tensors that are tables, with the ranks that divide their columns
+Models and optimizers are passed as dicts of tensors (`model.state_dict()`, `train.optim.optimizer_state`). `tables`
+maps the names of those of a model's tensors that are tables to the ranks that divide their columns
 (`model.memory.values.table_ranks`).
 """
 
@@ -44,7 +44,7 @@ from pkmlm.runs.results import CHECKPOINT_VERSION, STATE, damaged_hint, read_che
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 FILES = (WEIGHTS, OPTIMIZER, STATE)
-DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, as its files say it
+DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, by the names in its files
 Tables = dict[str, World]
 
 
@@ -56,8 +56,8 @@ class Validations:
         step: of the last one; None: there was none.
         best_step, best_loss: of the best one (nats per token).
         worse: validations since the best one.
-        due: this step asks for one that a stop request has cut short.
-        tokens: that each of them scored; None: not known. With others, the best is sought anew.
+        due: whether a stop request has cut short the validation of the saved step.
+        tokens: number of tokens that each of them scored; None: not known. If it changes, the best is reset.
     """
 
     step: int | None = None
@@ -77,8 +77,8 @@ class Validations:
         return found
 
     def add(self, step: int, loss: float, tokens: int | None) -> bool:
-        """Note a validation; whether it is the best so far."""
-        if tokens != self.tokens and self.tokens is not None:  # of `eval.tokens`, which has changed: another text
+        """Record a validation; return whether it is the best so far."""
+        if tokens != self.tokens and self.tokens is not None:  # `eval.tokens` has changed: another text
             self.best_step, self.best_loss, self.worse = None, None, 0
         self.step, self.due, self.tokens = step, False, tokens
         if self.best_loss is None or loss < self.best_loss:
@@ -98,10 +98,10 @@ class Progress:
         skips: fp16 steps skipped in a row.
         scaler: state of the loss scaler; empty without one.
         seconds: time spent in training steps.
-        data: the sha256 of the tokenizer and of the splits that it was trained and validated on (`Corpus.hashes`).
+        data: the sha256 of all that a resume must find again, such as tokens and tokenizer (`train.job.hashes_of`).
         run: the "id" in the run's run.json.
         recipe: the keys that a resume may not change, and their values as YAML.
-        validations: by which the best checkpoint and the end of patience are known.
+        validations: which determine the best checkpoint and the end of patience.
     """
 
     step: int = 0
@@ -133,14 +133,14 @@ def save(
     tables: Tables,
     ranks: ProcessGroups | None = None,
 ) -> None:
-    """Write the checkpoint of `progress.step`, verify it on the disk, and point `latest` at it; all ranks together.
+    """Write the checkpoint of `progress.step`, verify it on the disk, and point `latest` at it; all ranks call this.
 
     Args:
-        weights, optimizer, tables: see above; of sharded tensors, each rank gives its part.
-        ranks: that train together; None: this process alone.
+        weights, optimizer, tables: see the module's docstring; each rank passes its part of sharded tensors.
+        ranks: the ranks that train together; None: this process alone.
 
     Raises:
-        UserError: a weight is not finite (exit code 3), or the disk refused (1); earlier checkpoints are untouched.
+        UserError: a weight is not finite (exit code 3), or a write failed (1); earlier checkpoints are untouched.
     """
     path, ranks = run.checkpoint(progress.step), ranks or ProcessGroups()
     world, lead = ranks.world, ranks.world.rank == 0
@@ -234,7 +234,7 @@ def check_weights(path: Path, weights: dict[str, Tensor], tables: Tables, *, str
 
 
 def read_progress(path: Path) -> Progress:
-    """How far the run was at a checkpoint folder; errors are those of `read_state`."""
+    """How far the run was at a checkpoint; raises as `read_state` does."""
     state: dict[str, Any] = {**read_state(path)}
     progress = Progress(**{name: state[name] for name in asdict(Progress()) if state.get(name) is not None})
     if found := state.get("validations"):
@@ -260,10 +260,10 @@ def verify(path: Path, *, optimizer: bool = True) -> None:
 
 
 def quarantine_damaged_checkpoints(run: RunDirectory) -> list[str]:
-    """Rename the damaged checkpoints that are newer than the newest whole one; return a warning for each.
+    """Rename the damaged checkpoints that are newer than the newest intact one; return a warning for each.
 
     Raises:
-        UserError: none is whole, or one cannot be read (exit code 1), or one is of another version (2); nothing has
+        UserError: none is intact, or one cannot be read (exit code 1), or one is of another version (2); nothing has
             been moved.
     """
     damaged: dict[int, str] = {}
@@ -278,7 +278,7 @@ def quarantine_damaged_checkpoints(run: RunDirectory) -> list[str]:
         if damaged:
             first = next(iter(damaged.values()))
             hint = "copy the run's folder again, or train it from the start under another -o"
-            raise UserError(f"no checkpoint of run {run.path} is whole: {first}", hint, exit_code=1)
+            raise UserError(f"no checkpoint of run {run.path} is intact: {first}", hint, exit_code=1)
     warnings = []
     for step, problem in damaged.items():
         quarantine = run.checkpoints / f"damaged-step-{step:08d}"
@@ -291,21 +291,21 @@ def quarantine_damaged_checkpoints(run: RunDirectory) -> list[str]:
 
 
 def file_names(parts: int) -> tuple[str, ...]:
-    """The files of a checkpoint whose tables are in `parts` parts, but for its manifest."""
+    """The files of a checkpoint whose tables are in `parts` parts, except its manifest."""
     divided = [part_name(name, part, parts) for part in range(parts) for name in (WEIGHTS, OPTIMIZER)]
     return (*FILES, *(divided if parts > 1 else []))
 
 
 def part_name(name: str, part: int, parts: int) -> str:
-    """The file of part `part` (from 0) of the tables that belong to the file `name`: each of P parts holds the next of
-    P equal runs of a table's columns.
+    """The file of part `part` (from 0) of the tables that belong to the file `name`. A table's columns are divided into
+    `parts` equal ranges, one for each part, in order.
     """
     file = Path(name)
     return f"{file.stem}-{part + 1}-of-{parts}{file.suffix}"
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files in which the tables of the file `path` are; none where it holds them itself."""
+    """The files that hold the tables of the file `path`; none where it holds them itself."""
     first = [file.stem.rpartition("-of-")[2] for file in path.parent.glob(f"{path.stem}-1-of-*{path.suffix}")]
     count = int(first[0]) if len(first) == 1 and first[0].isdecimal() else 0
     return [path.with_name(part_name(path.name, part, count)) for part in range(count)]
@@ -359,7 +359,7 @@ def open_safetensors(path: Path) -> Any:
     open_file(path).close()  # safe_open would wait for a pipe's writer
     try:
         return safe_open(path, framework="pt")
-    except RuntimeError as error:  # torch maps the file: it is gone since safetensors looked
+    except RuntimeError as error:  # torch maps the file, which has been deleted since safetensors opened it
         raise OSError(first_line(error)) from None
 
 
@@ -405,9 +405,9 @@ def check_tensors(
 
     Args:
         path: where they are stored, for errors.
-        found: their slices (of safetensors) by name.
-        shapes, dtypes: what is expected of each, dtypes as safetensors name them.
-        strict: whether there may be no others.
+        found: their safetensors slices by name.
+        shapes, dtypes: the expected shape and possible dtypes of each, as safetensors names them.
+        strict: whether to refuse other tensors.
         hint, exit_code: of errors.
 
     Raises:
@@ -425,8 +425,8 @@ def check_tensors(
 
 
 def full_tensor(tensor: Any, lead: bool) -> Tensor:
-    """All of a tensor that ranks may have divided among them, which all of them call: in main memory where `lead`, on
-    rank 0; others keep their part.
+    """A whole tensor that may be divided among ranks, all of which call this: rank 0 (`lead`) gets it in main memory,
+    the others keep their part.
     """
     if not is_shard(tensor):
         return tensor

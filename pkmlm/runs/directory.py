@@ -54,7 +54,7 @@ CHOOSE = "choose another -o"
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """The tokenizer in a folder; if there is none, the usual one, which is then missing."""
+    """The tokenizer's file in a folder; if there is none, the path that it usually has."""
     return next((folder / name for name in TOKENIZERS if (folder / name).exists()), folder / SENTENCEPIECE_FILE)
 
 
@@ -85,22 +85,24 @@ class RunDirectory:
             if (run.path / "config.json").is_file():
                 raise UserError(f"{path} is an export (expected a run)", "give the run it was exported from")
             if (run.path / "attached.json").is_file():
-                raise UserError(f"{path} is attached to a model (expected a run)", "`pkmlm help attach`: what takes it")
+                raise UserError(
+                    f"{path} is attached to a model (expected a run)", "see what takes it with `pkmlm help attach`"
+                )
             what = "is not a run directory (no recipe.yaml in it)" if run.path.exists() else "does not exist"
             raise UserError(f"run {path} {what}", "give a folder that `pkmlm train -o` wrote")
         return run
 
     def create(self, recipe: Recipe) -> None:
-        """Make the folder and write the resolved recipe. A file where the folder should be is a UserError."""
+        """Make the folder and write the resolved recipe; raise UserError if a file is in the folder's place."""
         make_folder(self.checkpoints)
         write_text(self.recipe_file, dump_recipe(recipe))
 
     def recipe(self) -> Recipe:
-        """The resolved recipe that the run was started with; a relative `data.dir` that does not exist, seen from the
-        working directory, becomes the absolute path that run.json keeps, if that does.
+        """The resolved recipe that the run was started with. A relative `data.dir` that does not exist is replaced by
+        the absolute path in run.json, if that exists.
 
         Raises:
-            UserError: (exit code 1) its file is missing or damaged: here that is no mistake in what the user wrote.
+            UserError: (exit code 1, as this is not the user's mistake) its file is missing or damaged.
         """
         try:
             recipe = load_recipe(self.recipe_file)
@@ -109,7 +111,7 @@ class RunDirectory:
             hint = f"`pkmlm recipe show RECIPE -s ... > {self.recipe_file}` writes it again, if you know what it was"
             raise UserError(message, hint, exit_code=1) from None
         if recipe.data.dir is not None and not os.path.isabs(recipe.data.dir) and not os.path.exists(recipe.data.dir):
-            with suppress(UserError):  # run.json is damaged, which concerns those who need it
+            with suppress(UserError):  # run.json is damaged, which is reported where it is needed
                 folder = self.facts().get("data_dir")
                 if folder is not None and os.path.exists(folder):
                     return replace(recipe, data=replace(recipe.data, dir=folder))
@@ -119,8 +121,8 @@ class RunDirectory:
         """Refuse, before anything is written, a folder in which training would overwrite what no run wrote.
 
         Raises:
-            UserError: there is no run at the path, but a file, or a folder with a file of a name that a run would
-                write; a folder in it is a link.
+            UserError: the path is a file, or a folder without a run that holds a file that a run would write; a folder
+                in it is a link.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)", CHOOSE)
@@ -130,18 +132,18 @@ class RunDirectory:
         if ".lock" in entries or {"recipe.yaml", "run.json"} <= entries:  # only a run has these
             return
         for name in sorted(entries & OWN):
-            raise UserError(f"-o {self.path} is no run, but holds {name}, which training would overwrite", CHOOSE)
+            raise UserError(f"-o {self.path} is not a run, but holds {name}, which training would overwrite", CHOOSE)
 
     def refuse_orphans(self) -> None:
-        """Refuse to train anew where results of deleted checkpoints would be taken for those of the new ones.
+        """Refuse to start over where results of deleted checkpoints would be taken for those of the new ones.
 
         Raises:
             UserError: there are such results.
         """
         kept = [f"{name}/" for name in (EVAL, USAGE) if any((self.path / name).glob("*.json"))]
         if kept and not self.steps():
-            message = f"-o {self.path} has no checkpoint any more, but results of one in {' and '.join(kept)}"
-            raise UserError(message, f"delete them to train anew, or {CHOOSE}")
+            message = f"-o {self.path} has no checkpoints, but results of deleted ones in {' and '.join(kept)}"
+            raise UserError(message, f"delete them to train it again, or {CHOOSE}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -156,15 +158,14 @@ class RunDirectory:
             yield
 
     def refuse_replaced(self) -> None:
-        """Refuse to write into a folder that was renamed or deleted, and perhaps made anew by another run, since it was
-        locked.
+        """Refuse to write into a folder that has been renamed, deleted or replaced since it was locked.
 
         Raises:
-            UserError: (exit code 1) it is.
+            UserError: (exit code 1) it has been.
         """
         if not self.held():
             message = f"run {self.path} has been renamed, deleted or replaced while this process trained in it"
-            hint = "nothing more is written; where it is now, it resumes from its last checkpoint"
+            hint = "nothing more is written; wherever it is now, it can be resumed from its last checkpoint"
             raise UserError(message, hint, exit_code=1)
 
     def steps(self) -> list[int]:
@@ -178,10 +179,10 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:08d}"
 
     def resolve(self, step: str) -> int:
-        """The step that "latest", "best" or a number names.
+        """The step that "latest", "best" or a number stands for.
 
         Raises:
-            UserError: no such checkpoint.
+            UserError: there is no such checkpoint.
         """
         steps = self.steps()
         if not steps:
@@ -195,22 +196,22 @@ class RunDirectory:
             best = self.best()
             if best is None:
                 raise UserError(
-                    f"run {self.path} has no best checkpoint: never validated, or deleted",
+                    f"run {self.path} has no best checkpoint: it was never validated, or the checkpoint was deleted",
                     "use the latest: --step latest, or step='latest' in Python",
                 )
             return best
         if not STEP.fullmatch(step) or int(step) not in steps:
             have = ", ".join(map(str, steps))
-            message = f"run {self.path} has no checkpoint at step {step[:40]} (has {have})"
-            raise UserError(message, "--step latest|best|N")
+            message = f"run {self.path} has no checkpoint at step {step[:40]} (found {have})"
+            raise UserError(message, "use --step latest|best|N")
         return int(step)
 
     def best(self) -> int | None:
-        """The step of the best validation, if its checkpoint is there: the one that the `best` pointer names, on which
-        the state of the latest checkpoint must agree.
+        """The step of the best validation, if its checkpoint exists: the one that `best` points to, with which the
+        state of the latest checkpoint must agree.
 
         Raises:
-            UserError: (exit code 1) it does not.
+            UserError: (exit code 1) they disagree.
         """
         steps, pointed = self.steps(), None
         with suppress(OSError, UnicodeDecodeError):
@@ -219,7 +220,7 @@ class RunDirectory:
         try:
             latest = self.latest_state()
         except UserError as error:
-            warn(f"{error.message}; the best checkpoint is the one that {self.path / 'best'} names")
+            warn(f"{error.message}; the best checkpoint is the one that {self.path / 'best'} points to")
             return pointed
         shown = latest.get("validations") if latest else None
         best = shown["best_step"] if shown else None
@@ -230,8 +231,8 @@ class RunDirectory:
             return pointed
         if pointed is None or best == steps[-1]:  # saved a moment ago, and not yet pointed at
             return best if best in steps else None
-        message = f"run {self.path}: its best validation was at step {best}, but `best` names step {pointed}"
-        raise UserError(message, f"name one: --step {best}", exit_code=1)
+        message = f"run {self.path}: its best validation was at step {best}, but `best` points to step {pointed}"
+        raise UserError(message, f"choose one: --step {best}", exit_code=1)
 
     def latest_state(self) -> CheckpointState | None:
         """The state of the latest checkpoint; None where there is none.
@@ -271,12 +272,12 @@ class RunDirectory:
         return facts
 
     def status(self) -> str | None:
-        """How training stands or has ended: the status in run.json, or "killed" where its process left none."""
+        """The status of training in run.json; "killed" if that is "running", but the process has ended."""
         status: str | None = self.facts().get("status")
         return "killed" if status == "running" and abandoned(self.path / ".lock") else status
 
     def note(self, **facts: Any) -> None:
-        """Set keys of run.json, and sign it, the recipe, and the log as far as it goes."""
+        """Set keys of run.json, and sign it, the recipe and the log as they are now."""
         self.refuse_replaced()
         log_bytes = self.metrics_file.stat().st_size if self.metrics_file.exists() else 0
         facts["recipe_sha256"] = sha256_of(self.recipe_file)
@@ -317,7 +318,7 @@ class RunDirectory:
         return tokenizer_file(self.path)
 
     def write_tokenizer(self, name: str, content: bytes) -> None:
-        """Keep the tokenizer, one of `TOKENIZERS`, and no other."""
+        """Write the tokenizer, one of `TOKENIZERS`, and remove any other."""
         with writing(self.path / name) as file:
             file.write(content)
         for other in {*TOKENIZERS} - {name}:
@@ -327,7 +328,7 @@ class RunDirectory:
         """Refuse a tokenizer file that is not the one that the run was trained with.
 
         Raises:
-            UserError: (exit code 1) it is missing, cannot be read, or run.json names another.
+            UserError: (exit code 1) it is missing, cannot be read, or does not have the sha256 in run.json.
         """
         hint = "copy it again from the tokens that the run was trained on"
         if not self.tokenizer_file.exists():
@@ -354,7 +355,7 @@ class RunDirectory:
                 message = f"{file} was changed after training: {its_id} (expected {origin}, as in {path})"
                 raise UserError(message, f"set its id back to {origin}", exit_code=1)
             message = f"{path} is a checkpoint of another run: id {origin[:20]} (expected {own[:20]}, as in run.json)"
-            raise UserError(message, "use it in the run that it was copied from, and here another --step", exit_code=1)
+            raise UserError(message, "use it in the run that it was copied from, and another --step here", exit_code=1)
         found = {key: scalar_text(value) for key, value in flatten(self.recipe()).items()}
         changed = [
             f"{key} is {found[key]} (expected {text})"
@@ -367,11 +368,11 @@ class RunDirectory:
             raise UserError(message, hint, exit_code=1)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of metrics.jsonl; a line torn by a kill is skipped."""
+        """All complete lines of metrics.jsonl; a line torn by a kill is skipped."""
         return list(read_metrics(self.metrics_file))
 
     def sound_metrics(self) -> list[dict[str, Any]]:
-        """`metrics`, but none where the file is not as training wrote it."""
+        """`metrics`; none where the file is not as training wrote it."""
         return [] if self.metrics_file in self.altered() else self.metrics()
 
     def cut_metrics(self, step: int, *, validated: bool = True) -> None:
@@ -387,6 +388,6 @@ class RunDirectory:
             write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def clean(self) -> None:
-        """Remove what killed processes left half-written; the caller holds the run."""
+        """Remove what killed processes left half-written; the caller holds the run's lock."""
         for folder in (self.path, self.checkpoints, self.path / USAGE):
             remove_leftovers(folder)

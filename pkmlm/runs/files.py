@@ -43,17 +43,17 @@ class Damaged(UserError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for bytes that appears under `path` only when the block ends without an error.
+    """Open a file for writing bytes; it appears under `path` only when the block ends without an error.
 
     Raises:
-        UserError: (exit code 1) the system refused a write: disk full, no permission, file too large; or `path` is
-            something else than a file.
+        UserError: (exit code 1) the system refused a write: disk full, no permission, file too large; or `path` is not
+            a regular file.
     """
     with write_errors(path):
         with suppress(FileNotFoundError):
             mode = path.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
-                raise OSError(errno.EINVAL, "it is no regular file", str(path))
+                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         temporary = temporary_name(path, secrets.token_hex(4))
         file = open(temporary, "xb")  # noqa: SIM115
         try:
@@ -72,16 +72,16 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
 def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` when the block ends without an error.
 
-    What a living process is writing is locked, and refused; under this lock, what a killed one has left is deleted.
-    Where `path` is a link, the folder that it names is written. Writers must sync the files in the folder, as `writing`
-    does.
+    The temporary folder is locked, so that a second process is refused; what a killed process left in it is deleted.
+    Where `path` is a link, the folder that it points to is written. Writers must sync the files in the folder, as
+    `writing` does.
 
     Args:
-        replace: whether a folder at `path` that is not empty may go, once the new one is whole.
+        replace: whether to replace a folder at `path` that is not empty, once the new one is complete.
 
     Raises:
-        UserError: there is a folder that may not go; (exit code 1) another process is writing it, or the system refused
-            a write.
+        UserError: there is a folder that may not be replaced; (exit code 1) another process is writing it, or the
+            system refused a write.
     """
     with write_errors(path), ExitStack() as stack:
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
@@ -96,7 +96,7 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             make_folder(temporary)
         except BaseException:
             with suppress(OSError):
-                temporary.rmdir()  # not if another process writes in it
+                temporary.rmdir()  # fails if another process is writing in it
             raise
         stack.enter_context(locked_folder(temporary, path))
         try:
@@ -112,8 +112,8 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-                hint = "it was not when this began: name another -o, or replace it with --force"
-                raise UserError(f"{path} is there already", hint) from None
+                hint = "it did not when this began: choose another -o, or replace it with --force"
+                raise UserError(f"{path} already exists", hint) from None
             sync_folder(path.parent)
         except BaseException:
             restore_old()
@@ -127,7 +127,7 @@ def locked_folder(temporary: Path, path: Path) -> Iterator[None]:
     """Lock the folder in which `path` is being written, if its file system has locks.
 
     Raises:
-        UserError: (exit code 1) another process holds it, or has renamed or deleted it meanwhile.
+        UserError: (exit code 1) another process holds the lock, or has renamed or deleted the folder meanwhile.
     """
     refusal = UserError(f"another process is writing {path}", "wait for it, stop it, or choose another -o", exit_code=1)
     try:
@@ -157,12 +157,12 @@ def temporary_name(path: Path, mark: str) -> Path:
 
 
 def is_leftover(place: Path) -> bool:
-    """Whether a killed process may have left this half-written, by its name."""
+    """Whether, by its name, a killed process may have left this half-written."""
     return bool(re.fullmatch(r"\.tmp-([0-9a-f]{8}|new|old)(-.*)?", place.name)) and not place.is_symlink()
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what killed processes left half-written in a folder that no living one writes in."""
+    """Delete what killed processes left half-written in a folder to which no running process writes."""
     for place in folder.glob(".tmp-*"):
         if is_leftover(place):
             with suppress(OSError):
@@ -170,7 +170,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it that are missing, and sync them; a folder that exists is left as it is."""
+    """Make a folder and its missing parents, and sync them; a folder that exists is left as it is."""
     with write_errors(path):
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -181,11 +181,11 @@ def make_folder(path: Path) -> None:
 def refuse_link(path: Path) -> None:
     """Refuse (UserError) a link where a run has a folder of its own: what is written there would go elsewhere."""
     if path.is_symlink():
-        raise UserError(f"{path} is a link (expected a folder)", "put the whole run where there is room, by its -o")
+        raise UserError(f"{path} is a link (expected a folder)", "put the whole run where there is room, with -o")
 
 
 def rename(path: Path, new: Path) -> None:
-    """Give a file or a folder another name beside its own, in place of what has that name."""
+    """Rename a file or a folder within its folder, replacing what has the new name."""
     if new.is_dir():
         remove_folder(new)
     with write_errors(new):
@@ -194,8 +194,8 @@ def rename(path: Path, new: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder so that a kill leaves it whole, or nothing under its name. What cannot be deleted (a file that
-    another process has open on a cluster's file system, say) is left under a temporary one.
+    """Delete a folder so that a kill leaves either all of it or nothing under its name. What cannot be deleted (say, a
+    file that another process has open on a cluster's file system) is left under a temporary name.
     """
     with write_errors(path):
         gone = temporary_name(path, secrets.token_hex(4))
@@ -209,19 +209,19 @@ def remove_file(path: Path) -> None:
 
 
 def open_log(path: Path) -> IO[str]:
-    """Open a log, to which lines are added in place: each goes to the system when it is written."""
+    """Open a log, to which lines are appended in place: each is passed to the system when it is written."""
     with write_errors(path):
         return open(path, "a", encoding="utf-8", newline="\n", buffering=1, opener=no_link)
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file that changes in place (an `opener` of `open`), following no link to another's."""
+    """Open a file that changes in place (an `opener` of `open`), without following a link to another file."""
     return regular(path, flags | os.O_NOFOLLOW)
 
 
 def regular(path: str, flags: int) -> int:
-    """Open a regular file (an `opener` of `open`); others are refused, and a pipe is not waited for."""
-    refusal = OSError(errno.EINVAL, "it is no regular file", path)
+    """Open a regular file (an `opener` of `open`); anything else is refused, without waiting for a pipe."""
+    refusal = OSError(errno.EINVAL, "it is not a regular file", path)
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -243,8 +243,8 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def sync_file(path: Path) -> None:
-    """Sync a file that a library has written into a new folder, and give it the permissions that a new file has: those
-    of the folder show them, while the process's umask can be read only by changing it, also for other threads.
+    """Sync a file that a library has written into a new folder, and give it the permissions of a new file. They follow
+    from the folder's: the process's umask can be read only by changing it, for other threads too.
     """
     with write_errors(path):
         os.chmod(path, path.parent.stat().st_mode & 0o666)
@@ -253,7 +253,7 @@ def sync_file(path: Path) -> None:
 
 
 def drop_cached(path: Path) -> None:
-    """Drop what the system keeps of a synced file in memory, where it can: to read it then reads the disk."""
+    """Drop a synced file from the system's cache, where possible, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         with open(path, "rb") as file, suppress(OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -274,7 +274,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON; NaN and infinity are refused, as JSON has none."""
+    """Write `value` as indented JSON; NaN and infinity, which JSON does not have, are refused."""
     write_text(path, json_text(value))
 
 
@@ -287,8 +287,8 @@ def json_text(value: Any) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Whether a name leads to something; that it cannot be seen, or that no name is so long, is an OSError. (From
-    Python 3.14 on, `Path.exists` says no instead.)
+    """Whether a path exists; if it cannot be examined, or its name is too long, OSError is raised. (From Python 3.14
+    on, `Path.exists` returns False instead.)
     """
     try:
         path.stat()
@@ -300,7 +300,7 @@ def exists(path: Path) -> bool:
 
 
 def size_of(path: Path) -> int | None:
-    """The bytes of a regular file; None where there is none. That it cannot be seen is an OSError."""
+    """The size of a regular file in bytes; None where there is none. If it cannot be examined, OSError is raised."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -309,14 +309,14 @@ def size_of(path: Path) -> int | None:
 
 
 def open_file(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
-    """Open a regular file to read, as `open` does. All of pkmlm reads files through this: what is something else (a
-    folder, a pipe, a socket, a device) is an OSError, where reading would wait for a writer or never end.
+    """Open a regular file for reading, as `open` does; all of pkmlm reads files through this. Anything else (a folder,
+    a pipe, a socket, a device) raises OSError: reading it might wait for a writer or never end.
     """
     return open(path, mode, opener=regular, **options)
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The bytes of a regular file; that it cannot be read, or is something else, is an OSError."""
+    """The bytes of a regular file; raises OSError if it cannot be read or is something else."""
     with open_file(path) as file:
         data: bytes = file.read()
     return data
@@ -333,9 +333,9 @@ def read_json(
     """Read a JSON file.
 
     Args:
-        what: what errors call it ("the token index", say).
+        what: what errors call it (say, "the token index").
         exit_code: of errors.
-        schema: the type that its content must have, see `check_json`.
+        schema: the type that its content must have; see `check_json`.
 
     Raises:
         Damaged: it is missing, not JSON, or of another type.
@@ -343,7 +343,7 @@ def read_json(
     """
 
     def refuse(name: str) -> NoReturn:
-        raise ValueError(f"it holds {name}")  # NaN or Infinity, which JSON has not
+        raise ValueError(f"it holds {name}")  # NaN or Infinity, which JSON does not have
 
     def finite(number: str) -> float:
         return float(number) if isfinite(float(number)) else refuse(number)  # 1e999, say
@@ -367,7 +367,7 @@ def check_json(value: Any, schema: Any) -> Any:
     Nothing is converted, except that an int passes for a float.
 
     Raises:
-        TypeError: it has not; the message says where, and what stands there.
+        TypeError: it does not; the message says where, and what was found there.
     """
     try:
         _adapter(schema).validate_python(value, strict=True)
@@ -432,9 +432,9 @@ def read_manifest(
     """The manifest of a folder.
 
     Args:
-        what: what errors call the folder ("checkpoint", say).
+        what: what errors call the folder (say, "checkpoint").
         version: the version that this build reads; another is a UserError with `version_exit_code`.
-        schema: of the manifest.
+        schema: the type of the manifest.
 
     Raises:
         Damaged: (exit code 1) it is missing, or not what was written.
@@ -470,8 +470,8 @@ def check_files(folder: Path, files: dict[str, ManifestEntry], names: Iterable[s
 
 # Locks.
 #
-# Not the package `filelock`: its older versions empty the file that says who holds the lock, where a file system has no
-# locks it refuses or leaves a file that outlives a kill, and it cannot look at a lock without taking it.
+# Not the package `filelock`: its older versions empty the file that says who holds the lock; where a file system has no
+# locks, it refuses or leaves a file that outlives a kill; and it cannot look at a lock without taking it.
 
 
 @contextmanager
@@ -479,7 +479,7 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
     """Hold a lock file for this process; the kernel releases it however the process ends.
 
     Yields:
-        whether it still keeps others out: no longer once somebody has deleted the file.
+        a function that tells whether the lock still keeps others out; it does not once the file has been deleted.
 
     Raises:
         UserError: (exit code 1) another process holds it; `what` names what is locked.
@@ -499,7 +499,7 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
                     hint = "wait for it, stop it, or choose another -o"
                     raise UserError(f"{what} is in use by {holder}", hint, exit_code=1) from None
                 time.sleep(LOCK_PATIENCE / 20)
-            except OSError:  # a cluster's, often
+            except OSError:  # often on a cluster's file system
                 warn(f"{path.parent}: this file system has no locks, so nothing keeps a second process out of {what}")
                 break
         with write_errors(path):

@@ -2,19 +2,19 @@
 
 run.json                                    how the run was started and how it ended: `RunFacts`
 checkpoints/step-N/state.json               how far training was: `CheckpointState`
-metrics.jsonl                               an event a line: `Event`, or `DriftEvent`
+metrics.jsonl                               one event per line: `Event` or `DriftEvent`
 eval/NAME-step-N[-stride-S].json            a perplexity: `Evaluation`; NAME is that of a split or a text, see below
 eval/tasks-NAMES[-shots-K]-step-N[-limit-L].json    zero-shot tasks: `Evaluation`
 usage/NAME-step-N.json, .npz                an entry of `usage-report --format json`, and its arrays: `UsageReport`
-steps.json                                  what a step takes, timed in turn with those of other runs: `StepTimes`
+steps.json                                  how long steps take, timed in turn with those of other runs: `StepTimes`
 usage/drift-step-N.npz, kept-step-N.npz     what a "drift" event was computed from, and what a resume needs for the next
 
 Files of eval/ and usage/ hold a digest of their content (that of a report's .npz is in its .json), so that what is read
-back is what was written; those of older versions have none, and are taken as they are. Where training goes back to an
-earlier step, those of later ones get names that end in ".old".
+back is what was written; files of older versions have no digest and are accepted as they are. If training goes back to
+an earlier step, the results of later steps are renamed to end in ".old".
 
-Of the schemas, `NotRequired` keys may be missing, or null: older runs lack some. Objects may have keys that are not
-listed. `check_json` compares values with them.
+In the schemas, `NotRequired` keys may be missing or null: older runs lack some. Objects may have keys that are not
+listed. `check_json` checks values against the schemas.
 """
 
 import hashlib
@@ -60,8 +60,8 @@ STATE = "state.json"
 STEPS = "steps.json"
 CHECKPOINT_VERSION = 1
 NAME_BYTES = 100  # of the name of a text or of tasks
-DIGEST = "digest"  # in a file of results: of all else in it
-ARRAYS = "arrays"  # in a usage report: the sha256 of its .npz file
+DIGEST = "digest"  # key in a file of results: digest of everything else in it
+ARRAYS = "arrays"  # key in a usage report: sha256 of its .npz file
 RESULT = re.compile(r".+-step-([0-9]{1,18})(?:-(?:stride|limit)-[0-9]+)?\.json")
 OLD = ".old"  # ends the names of results whose weights have been replaced
 
@@ -81,7 +81,7 @@ class RunFacts(TypedDict):
     data_sha256: NotRequired[MaybeText]
     data_dir: NotRequired[MaybeText]
     recipe_sha256: NotRequired[MaybeText]
-    log: NotRequired[ManifestEntry | None]  # how far it went when it was signed
+    log: NotRequired[ManifestEntry | None]  # metrics.jsonl as it was when run.json was signed
     versions: NotRequired[dict[str, str] | None]
     device: NotRequired[MaybeText]
     precision: NotRequired[MaybeText]
@@ -187,7 +187,7 @@ class Rows(TypedDict):
 
 
 class TaskScore(TypedDict):
-    """What was found of one task."""
+    """The results of one task."""
 
     acc: NotRequired[MaybeNumber]
     chance: NotRequired[MaybeNumber]
@@ -205,7 +205,7 @@ class Timed(TypedDict):
 
 
 class SweepTimings(TypedDict):
-    """What results.json of a sweep says of speed: all models were timed in turn."""
+    """What results.json of a sweep says about speed: all models were timed in turn."""
 
     speed: NotRequired[list[Timed] | None]
 
@@ -219,13 +219,13 @@ class StepTimes(TypedDict):
 
 
 class Sourced(TypedDict):
-    """A file of RUN/eval or RUN/usage that says what was measured on."""
+    """A file of RUN/eval or RUN/usage that says what it was measured on."""
 
     source: dict[str, Any]
 
 
 class Evaluation(TypedDict):
-    """A file of RUN/eval: of "perplexity" and "tasks" it holds one."""
+    """A file of RUN/eval, which holds either "perplexity" or "tasks"."""
 
     perplexity: NotRequired[Scores | None]
     source: NotRequired[Rows | None]
@@ -240,7 +240,7 @@ class Measure(TypedDict):
 
 
 class MassMeasure(Measure):
-    """The same of reads weighed by their mass, with their Gini coefficient."""
+    """The same for reads weighted by their mass, and their Gini coefficient."""
 
     gini: MaybeNumber
 
@@ -266,7 +266,7 @@ class UsageReport(TypedDict):
 
 
 class NGramReport(TypedDict):
-    """What a usage report says of the n-grams of an order that the memory of a layer has read."""
+    """What a usage report says about the n-grams of one order that the memory of a layer has read."""
 
     layer: int
     order: int
@@ -280,7 +280,7 @@ class NGramReport(TypedDict):
 
 
 class KeptUsageReport(UsageReport, Sourced):
-    """One that is whole enough to be shown again."""
+    """A usage report with all that is needed to show it again."""
 
     step: int
     split: str
@@ -292,17 +292,17 @@ class KeptUsageReport(UsageReport, Sourced):
 
 
 def text_name(name: str, sha256: str, separator: str | None, field: str) -> str:
-    """What the results of a text are called: other texts may have its name, so a digest of its bytes and of how they
-    were read is part of it.
+    """The name of the results of a text. Other texts may have the same name, so a digest of the text's bytes and of how
+    they were read is appended.
     """
     return f"text-{file_part(name)}-{digest(json.dumps([sha256, separator, field]))}"
 
 
 def split_name(folder: Path, split: str, sha256: str) -> str:
-    """What the results of a split of other tokens than the recipe names (`--data`) are called.
+    """The name of the results of a split of tokens other than the recipe's (`--data`).
 
-    They have the split's name, which `pkmlm compare` looks for, unless `folder` already holds results of other tokens
-    under it: then a digest is added.
+    It is the split's name, which `pkmlm compare` looks for, unless `folder` already holds results of other tokens under
+    that name; then a digest is appended.
 
     Args:
         folder: RUN/eval or RUN/usage.
@@ -340,12 +340,12 @@ def tasks_file(record: dict[str, Any]) -> str:
 
 
 def file_part(name: str) -> str:
-    """A name without blanks and signs that mean something to a shell, cut to what a file's name can hold."""
+    """A name without blanks and characters that are special in a shell, cut to what a file name can hold."""
     return re.sub(r"[^\w.-]+", "_", name).encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore")
 
 
 def digest(text: str) -> str:
-    """Eight characters that keep names distinct of which parts were cut or replaced."""
+    """Eight characters that keep names distinct after parts of them have been cut or replaced."""
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:8]
 
 
@@ -368,10 +368,10 @@ def drift_state_file(folder: Path, step: int | str) -> Path:
 
 
 def damaged_hint(folder: Path) -> str:
-    """What to do about a damaged checkpoint: whether there is one before it that may be whole."""
+    """The hint for a damaged checkpoint; it depends on whether there is an earlier one, which may be intact."""
     if any(other.name < folder.name for other in folder.parent.glob("step-*")):
         return "the checkpoint is damaged: `pkmlm train` goes back to the one before it"
-    return "the checkpoint is damaged, and none is before it: copy the run's folder again, or train it anew"
+    return "the checkpoint is damaged, and there is none before it: copy the run's folder again, or train it again"
 
 
 def read_checkpoint_manifest(folder: Path) -> dict[str, ManifestEntry]:
@@ -385,13 +385,13 @@ def read_checkpoint_manifest(folder: Path) -> dict[str, ManifestEntry]:
         folder, "checkpoint", CHECKPOINT_VERSION, damaged_hint(folder), schema=CheckpointManifest
     )
     if folder.name != f"step-{manifest['step']:08d}":
-        what = f"{folder / MANIFEST} is that of step {str(manifest['step'])[:20]}"
+        what = f"{folder / MANIFEST} belongs to step {str(manifest['step'])[:20]}"
         raise Damaged(what, damaged_hint(folder), exit_code=1)
     return manifest["files"]
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """The state.json of a checkpoint, which its manifest must know. Whoever reads a state reads it here.
+    """The state.json of a checkpoint, which its manifest must list. All code that reads a state calls this.
 
     Raises:
         Damaged: (exit code 1) it or the manifest is missing, or not what was written.
@@ -399,7 +399,7 @@ def read_state(folder: Path) -> CheckpointState:
     """
     files = read_checkpoint_manifest(folder)
     if STATE not in files:
-        raise Damaged(f"{folder / MANIFEST} does not know {STATE}", damaged_hint(folder), exit_code=1)
+        raise Damaged(f"{folder / MANIFEST} does not list {STATE}", damaged_hint(folder), exit_code=1)
     check_files(folder, files, [STATE], damaged_hint(folder))
     path, what = folder / STATE, "the checkpoint's state"
     state: CheckpointState = read_json(path, what, damaged_hint(folder), exit_code=1, schema=CheckpointState)
@@ -410,7 +410,7 @@ class Altered(Damaged):
     """A file of results is not what was written."""
 
     def __init__(self, path: Path):
-        super().__init__(f"{path} has been altered: its digest is missing or of other content", "measure again", 1)
+        super().__init__(f"{path} has been altered: its digest is missing or does not match", "measure again", 1)
 
 
 def signed(record: dict[str, Any]) -> dict[str, Any]:
@@ -419,7 +419,7 @@ def signed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_digest(record: dict[str, Any]) -> str:
-    """The sha256 of what a record says, however its JSON is laid out."""
+    """The sha256 of a record's content, however its JSON is laid out."""
     content = json.loads(json_text({key: value for key, value in record.items() if key != DIGEST}))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -428,7 +428,7 @@ def read_signed(path: Path, what: str, schema: Any) -> dict[str, Any]:
     """The content of a file that was `signed`, or that is of an older version and has no digest.
 
     Raises:
-        Altered: the digest is that of another content.
+        Altered: the digest does not match the content.
         UserError: (exit code 1) the file is damaged or cannot be read.
     """
     record: dict[str, Any] = read_json(path, what, exit_code=1, schema=schema)
@@ -448,13 +448,13 @@ def altered_results(run: Path) -> list[str]:
             except Damaged as error:
                 warnings.append(f"{error.message}; it is left out")
             except UserError:
-                pass  # whoever needs it says so
+                pass  # reported where the file is needed
     return warnings
 
 
 def set_aside_later(run: Path, step: int) -> list[str]:
-    """Rename results of later steps than one that training goes back to, and return a warning if there are any: nothing
-    then takes them for those of the weights that it saves at these steps now.
+    """Rename the results of steps after `step`, to which training goes back, and return a warning if there are any:
+    otherwise they would be taken for results of the weights that training now saves at these steps.
 
     Raises:
         UserError: a folder is a link; (exit code 1) the system refused to rename one.
@@ -472,7 +472,7 @@ def set_aside_later(run: Path, step: int) -> list[str]:
     if not later:
         return []
     names = ", ".join(str(file.relative_to(run)) for file in later)
-    return [f"{names}: measured on weights that are trained anew: renamed to end in {OLD}"]
+    return [f"{names}: measured on weights that are now trained again; renamed to end in {OLD}"]
 
 
 def write_evaluation(run: Path, file: str, record: dict[str, Any]) -> None:
@@ -507,8 +507,8 @@ def test_usage(run: Path) -> tuple[int | None, dict[str, Any]]:
 
 
 def task_scores(run: Path) -> tuple[int | None, dict[str, Any]]:
-    """The highest step with whole evaluations of tasks, and each task's scores there, with the fewest examples before a
-    question; (None, {}) where there is none.
+    """The highest step with complete evaluations of tasks, and each task's scores there with the fewest examples before
+    a question; (None, {}) where there is none.
     """
     for step, found in groupby(_results(run / EVAL, ".+", "tasks"), key=itemgetter(0)):
         tasks: dict[str, Any] = {}
@@ -522,7 +522,7 @@ def task_scores(run: Path) -> tuple[int | None, dict[str, Any]]:
 
 
 def perplexity(nats: float) -> float | None:
-    """exp of a mean loss; None where that is more than a float holds, and so than JSON does."""
+    """exp of a mean loss; None where that is more than a float, and so JSON, can hold."""
     return math.exp(nats) if nats < math.log(sys.float_info.max) else None
 
 
@@ -541,7 +541,7 @@ def average_accuracy(tasks: Iterable[Mapping[str, Any]]) -> tuple[float | None, 
 
 
 def partial_tasks(run: Path) -> set[str]:
-    """The tasks that the run has evaluated with `--limit` only."""
+    """The tasks that the run has evaluated only with `--limit`."""
     partial: set[str] = set()
     for file in (run / EVAL).glob("tasks-*-limit-*.json"):
         with suppress(Damaged):
@@ -552,7 +552,9 @@ def partial_tasks(run: Path) -> set[str]:
 
 
 def _results(folder: Path, names: str, holding: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(step, results) of NAME-step-N.json, for names of a pattern, that hold the key: from the highest step down."""
+    """(step, results) of each NAME-step-N.json whose NAME matches `names` and which holds the key `holding`, from the
+    highest step down.
+    """
     name = re.compile(rf"(?:{names})-step-([0-9]{{1,18}})\.json")
     steps = [(int(m[1]), file) for file in folder.glob("*.json") if (m := name.fullmatch(file.name))]
     schema = UsageReport if holding == "memories" else Evaluation
@@ -612,29 +614,29 @@ def arrays_digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write arrays by name, compressed (.npz), and the folder that they go into."""
+    """Write arrays by name to a compressed .npz file, whose folder is made if it is missing."""
     make_folder(path.parent)
     with writing(path) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def read_arrays(path: Path, *, signed: bool = False) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file by name, without the digest of those that are `signed_arrays`.
+    """The arrays of an .npz file by name, without the digest that `signed_arrays` adds.
 
     Args:
         signed: whether they must have a digest.
 
     Raises:
-        Altered: the digest is that of others, or is missing.
+        Altered: the digest does not match, or a required one is missing.
         UserError: (exit code 1) the file is missing or damaged.
     """
     try:
         with open_file(path) as stored, np.load(stored, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except Exception as error:  # zip, zlib, the headers' parser and the allocator: each says it in its own way
+    except Exception as error:  # zip, zlib, the headers' parser and the allocator: each has its own errors
         why = f"{type(error).__name__}: {error}"
         if "allow_pickle" in why:  # numpy's advice on what is neither .npy nor .npz
-            why = "no .npz file"
+            why = "not an .npz file"
         raise UserError(f"{path} is missing or damaged: {why}", exit_code=1) from None
     if (signed or DIGEST in arrays) and str(arrays.get(DIGEST)) != arrays_digest(arrays):
         raise Altered(path)
@@ -643,19 +645,19 @@ def read_arrays(path: Path, *, signed: bool = False) -> dict[str, np.ndarray]:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl that are events; others are passed over."""
+    """The lines of a metrics.jsonl that are events; others are skipped."""
     if not path.exists():
         return
     with open_file(path, "r", encoding="utf-8", errors="replace") as file:
         for text in file:
-            with suppress(ValueError, RecursionError, TypeError):  # torn by a kill, or no event
+            with suppress(ValueError, RecursionError, TypeError):  # torn by a kill, or not an event
                 line = check_json(json.loads(text), Event)
                 yield check_json(line, DriftEvent) if line["event"] == "drift" else line
 
 
 def validations(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The validations of a log on as many tokens as the last one: `eval.tokens` may change at a resume, and losses and
-    usage before that are of another text. (Older logs do not say on how many tokens.)
+    """The validations in a log on as many tokens as the last one: `eval.tokens` may change at a resume, and losses and
+    usage before that are of another text. (Older logs do not give the number of tokens.)
     """
     found = [event for event in events if event["event"] == "valid"]
     return [event for event in found if event.get("tokens") in (None, found[-1].get("tokens"))]

@@ -30,8 +30,8 @@ class Cell:
         point: where in the grid.
         seed: of weights, data order and dropout.
         tuned: the value of the tuned key; None where the grid tunes nothing.
-        trial: whether it only chooses that value, by the grid's `tune.set`.
-        overrides: what makes the grid's base recipe this cell's, `key=value` each.
+        trial: whether it only serves to choose that value, with the grid's `tune.set`.
+        overrides: what turns the grid's base recipe into this cell's, `key=value` each.
         recipe: that recipe.
     """
 
@@ -58,7 +58,8 @@ class Cells:
         extra: overrides of the command line, for all cells.
 
     Raises:
-        UserError: a cell's recipe is impossible; it is named. Or `extra` has a key in which cells differ.
+        UserError: a cell's recipe is invalid (the message says which cell's), two cells have the same name, or `extra`
+            has a key in which cells differ.
     """
 
     def __init__(self, grid: Grid, base: Path, extra: Sequence[str] = ()):
@@ -75,12 +76,12 @@ class Cells:
         self.first = self.whole
         if trial := grid.tune and grid.tune.set:
             self.first = {(point, value): self._cell(point, seed, value, trial) for point, value in places}
-        for other in grid.seeds[1:]:  # refuses now what no recipe can have as its seed
+        for other in grid.seeds[1:]:  # refuses an invalid seed now
             self._cell(grid.points()[0], other, self.values[0])
         names = [cell.name for cell in self.first.values()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"two cells of the grid have the name {twice}", "name the axes' values apart")
+            raise UserError(f"two cells of the grid have the name {twice}", "give the axes' values distinct names")
 
     def _cell(self, point: Point, seed: int, tuned: str | None, trial: Node | None = None) -> Cell:
         tuning = [] if self.grid.tune is None else [f"{self.grid.tune.key}={tuned}"]
@@ -94,10 +95,10 @@ class Cells:
         return Cell(point, seed, tuned, tuple(overrides), recipe, trial is not None)
 
     def refuse_missing_data(self) -> None:
-        """Refuse tokens without the valid split by which a value is chosen, or the test split that is measured.
+        """Refuse tokens without a split that the grid needs: valid, to choose a value, or valid or test, to measure.
 
         Raises:
-            UserError: there are such, or a recipe names no tokens.
+            UserError: a split is missing, or a recipe has no data.dir.
         """
         tune = self.grid.tune
         needed = {"valid": f"by which the grid chooses {tune.key}"} if tune and len(tune.values) > 1 else {}
@@ -128,8 +129,8 @@ class Cells:
         return [self.first[point, value] for value in self.values]
 
     def others(self, chosen: Cell) -> list[Cell]:
-        """The cells of the other seeds, of all where `chosen` is a trial, at its tuned value, whatever became of the
-        base's file.
+        """The cells of the other seeds (of all, if `chosen` is a trial) at the tuned value of `chosen`, whatever
+        happened to the base's file since.
         """
         whole = self.whole[chosen.point, chosen.tuned]
         return [
@@ -176,8 +177,8 @@ class Outcome:
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The outcome with the lowest validation loss; None where none was measured, or where one was stopped or has failed
-    and runs again. A single one, where nothing is chosen, needs no validation and may have diverged.
+    """The outcome with the lowest validation loss; None if none was measured, or if one was stopped or failed and will
+    run again. A single outcome, where nothing is chosen, needs no validation and may have diverged.
 
     Raises:
         UserError: one of several was measured, but its validation loss is unknown.
@@ -197,7 +198,7 @@ def best(outcomes: Sequence[Outcome]) -> Outcome | None:
 def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
     """The facts of a cell's run at its last step: those of `facts_of` and "trained_by", its provenance in run.json.
 
-    What was measured of another step is left out, and so are few-shot tasks; validation is the last, not the best.
+    What was measured at another step is left out, and so are few-shot tasks; validation is the last, not the best.
     """
     metrics, last, recorded = run.sound_metrics(), run.done(), run.facts()
     facts = facts_of(cell.name, run, metrics)
@@ -225,8 +226,8 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
             return None
         recipe = run.recipe()
         if recipe != cell.recipe and not has_moved_tokens(run, recipe, cell.recipe):
-            # Training it further would take it for complete in spite of another eval.tokens, or train it on at learning
-            # rates that a run of these steps would not have had. Without a checkpoint it is trained anew.
+            # Resuming it could take it for complete despite another eval.tokens, or continue at learning rates that a
+            # run of these steps would not have had. Without a checkpoint, it is trained from the start.
             before, now = flatten(recipe), flatten(cell.recipe)
             differences = ", ".join(
                 f"{key} {scalar_text(before[key])} (expected {scalar_text(now[key])})"
@@ -257,10 +258,10 @@ def has_moved_tokens(run: RunDirectory, before: Recipe, now: Recipe) -> bool:
 
 
 def steps_taken(cell: Cell, folder: Path) -> int:
-    """How many steps a running cell has logged, from the end of its log; 0 where the log does not say."""
+    """How many steps a running cell has logged, from the end of its log; 0 if the log does not say."""
     try:
         with open_file(RunDirectory(folder / cell.name).metrics_file) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))  # a line tells of each memory
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))  # a line has an entry per memory
             last = file.read().splitlines()[-1]
         return int(json.loads(last)["step"])
     except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):

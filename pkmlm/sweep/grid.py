@@ -1,7 +1,7 @@
-"""A grid from its file: which runs it holds, what is measured of them, and what the paper says.
+"""Grids and their files: which runs a grid holds, what is measured of them, and what the paper says.
 
-A grid is YAML as a recipe is (no anchors, no tags); its keys are the fields of `Grid`. `scales:` holds named trees that
-are merged onto the rest, as a recipe onto its base: one grid file serves a laptop and a cluster.
+A grid is YAML like a recipe (no anchors, no tags); its keys are the fields of `Grid`. `scales:` holds named trees that
+are merged onto the rest, as a recipe is onto its base, so that one file serves a laptop and a cluster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ MOST_CELLS = 2_000  # more would take half a minute to list, and months to train
 
 @dataclass(frozen=True, config=STRICT)
 class Claim:
-    """An ordering that a paper states, to be looked for in the measurements.
+    """An ordering that a paper claims, to be checked against the measurements.
 
     Attributes:
         text: the claim in words.
@@ -38,7 +38,7 @@ class Claim:
         greater, less: {axis: value}: the measure is greater at the values of `greater` than at those of `less`, with
             all other axes equal.
         rising, falling: instead of these, an axis along which the measure rises or falls, in the order of its values.
-        at: {axis: values}: the claim holds only there.
+        at: {axis: values}: the claim is made only there.
     """
 
     text: str = ""
@@ -72,7 +72,8 @@ class Tune:
     """A key that is tuned at every point: the first seed runs at each value, the other seeds at the best of them.
 
     Attributes:
-        set: {key: value} of the runs that choose, which are then shorter than the grid's; every seed runs at the best.
+        set: {key: value} for the runs that choose, for example to make them shorter than the grid's; then every seed
+            runs at the best value.
     """
 
     key: str = "optim.lr"
@@ -89,7 +90,7 @@ class Grid:
         base: the recipe that all cells start from, relative to the grid's file.
         set: {key: value} for all cells.
         axes: {axis: {name of a value: {key: value}}}; the grid is their product.
-        only: {axis: values}: the values that a scale takes, where not all.
+        only: {axis: values}: the values that a scale takes, if not all.
         without: points that are left out, {axis: value} each.
         seeds: of each point.
         measure: names of `MEASURES`, in the order of the table's columns.
@@ -131,7 +132,7 @@ class Grid:
         return dict(zip(self.axes, point, strict=True))
 
     def overrides(self, point: Point) -> list[str]:
-        """The `key=value` that turn the base recipe into that of a point."""
+        """The `key=value` texts that turn the base recipe into that of a point."""
         trees = [self.axes[axis][name] for axis, name in self.place(point).items()]
         return [text for tree in ([self.set] if self.set else []) + trees for text in assignments(tree)]
 
@@ -151,7 +152,7 @@ class Grid:
         """The paper's numbers by measure and point.
 
         Raises:
-            UserError: one is no number, or names what an axis does not have.
+            UserError: one is not a number, or is for a value that an axis does not have.
         """
         axes = [(axis, list(values)) for axis, values in self.axes.items()]
         return {measure: dict(paper_numbers(node, f"paper.{measure}", axes)) for measure, node in self.paper.items()}
@@ -171,7 +172,7 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
         The grid, and the name of the scale; None where it has no scales.
 
     Raises:
-        UserError: the file is no grid; names the file and the line.
+        UserError: the file is not a grid; the message has the file and the line.
     """
     tree = parse(recipe_text(path), str(path))
     if not isinstance(tree.value, dict):
@@ -183,7 +184,7 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
         raise wrong(scales, "scales", "a mapping of names to keys of a grid")
     for name, keys in scales.value.items():
         if not isinstance(keys.value, dict):
-            raise wrong(keys, f"scales.{name}", "a mapping, {} where nothing changes")
+            raise wrong(keys, f"scales.{name}", "a mapping, {} if nothing changes")
     if scale is None:
         scale = next(iter(scales.value), None)
     elif scale not in scales.value:
@@ -194,7 +195,7 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
         tree = merge(tree, scales.value[scale])
     places: dict[str, str] = {}
     for key, node in tree.value.items() if isinstance(tree.value, dict) else ():
-        if key == "seeds" and not isinstance(node.value, list):  # three of them, or the one seed 3?
+        if key == "seeds" and not isinstance(node.value, list):  # does 3 mean three seeds or the seed 3?
             raise wrong(node, key, "a list, such as [1, 2, 3]")
     grid: Grid = bind(tree, Grid, "", places)
     check_grid(grid, path, places)
@@ -202,13 +203,13 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
 
 
 def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
-    """Refuse a grid whose parts name axes, values or measures that do not exist, or that contradict each other.
+    """Refuse a grid whose parts refer to axes, values or measures that do not exist, or contradict each other.
 
     Args:
-        places: where each key stands, as `bind` notes it.
+        places: the place of each key in the file, as `bind` notes it.
 
     Raises:
-        UserError: names the place.
+        UserError: a part is wrong; the message has its place.
     """
 
     def fail(key: str, message: str) -> NoReturn:
@@ -231,9 +232,9 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         if not values or "" in values:
             fail(f"axes.{axis}", f"axes.{axis} has no values, or one without a name")
     if grid.tune and not grid.tune.values:
-        fail("tune", f"tune has no values (expected some of {grid.tune.key})")
+        fail("tune", f"tune has no values (expected values of {grid.tune.key})")
     if grid.tune and grid.tune.set and len(grid.tune.values) == 1:
-        fail("tune", "tune has one value, and set: for runs that choose (expected several values)")
+        fail("tune", "tune has set:, but only one value (expected several to choose from)")
     unique: dict[str, Sequence[object]] = {
         "seeds": grid.seeds,
         "tune.values": grid.tune.values if grid.tune else (),
@@ -255,7 +256,7 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
     for measure in grid.paper:
         require(measure, list(MEASURES), f"paper.{measure}", "a measure")
     if grid.over and not grid.trains:
-        fail("over", "over: found it in a grid that trains nothing (expected a measure of runs)")
+        fail("over", "over: this grid trains nothing (expected a measure that needs runs)")
     _ = grid.published  # reads every number
     for number, claim in enumerate(grid.claims):
         key = f"claims.{number}"
@@ -264,13 +265,13 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         for axis, names in claim.at.items():
             require_values(axis, names, key)
         if not claim.text:
-            fail(key, "claims: one has no text")
+            fail(key, "claims: a claim has no text")
         require(claim.measure, grid.measure, key, "a measure of this grid")
         ways = (bool(claim.greater or claim.less), claim.rising is not None, claim.falling is not None)
         if sum(ways) != 1 or claim.greater.keys() != claim.less.keys():
             fail(key, "claims: expected greater: and less: of the same axes, or rising:, or falling:")
         if claim.greater and claim.greater == claim.less:
-            fail(key, f"claims: {claim.text}: expected other values in greater: than in less:")
+            fail(key, f"claims: {claim.text}: greater: and less: are equal (expected different values)")
         several = [axis for axis, values in grid.axes.items() if len(values) > 1]
         for along in filter(None, (claim.rising, claim.falling)):
             require(along, several, key, "an axis of several values")
@@ -279,7 +280,7 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         require(figure.x, [*grid.axes, *grid.measure], key, "an axis or a measure of this grid")
         require(figure.y, [m for m in grid.measure if m != figure.x], key, "another measure of this grid")
         if "x" in figure.log and figure.x in grid.axes:
-            fail(key, f"figures: log: found x (expected y alone: {figure.x} is an axis, whose values have equal steps)")
+            fail(key, f"figures: log: found x (expected only y: {figure.x} is an axis, whose values are evenly spaced)")
         if figure.line is not None:
             require(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
     cells = prod(len(grid.names(axis)) for axis in grid.axes)
@@ -287,7 +288,7 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
     if cells > MOST_CELLS:  # before any is made
         fail("axes", f"axes: {cells:,} cells (expected at most {MOST_CELLS:,})")
     if not grid.points():
-        fail("", "no point is left (only and without leave none)")
+        fail("", "no point is left (only: and without: exclude all)")
     for (key, cause), (other, by) in combinations(grid.varied(), 2):
         if cause != by and overlap(key, other):  # one of the two would have no effect
             fail("", f"{other} is set by {cause} and by {by} (expected one of them)")
@@ -299,7 +300,7 @@ def overlap(key: str, other: str) -> bool:
 
 
 def paper_numbers(node: Node, key: str, axes: Sequence[tuple[str, list[str]]]) -> Iterator[tuple[Point, float]]:
-    """The numbers in a tree that is nested by axes, each with its values of them; null stands for no number."""
+    """The numbers in a tree that is nested by axes, each with its point; null stands for no number."""
     if node.is_null:
         return
     if not axes:
@@ -331,7 +332,7 @@ def assignments(tree: Node, prefix: str = "") -> Iterator[str]:
 
 
 def override_text(node: Node) -> str:
-    """A scalar or a list as an override takes it."""
+    """A scalar or a list in the syntax of an override."""
     if isinstance(node.value, list):
         return f"[{', '.join(override_text(item) for item in node.value)}]"
     if isinstance(node.value, dict):

@@ -51,14 +51,14 @@ def of_tables(key: str) -> Callable[[Mapping[str, Any]], float | None]:
 
 
 def of_layers(key: str) -> Callable[[Mapping[str, Any]], float | None]:
-    """Reads a metric of the weights that heads read with: the mean over memories. (A look-up of a hash or n-gram table
-    is one row of weight 1.)
+    """Reads a metric of the weights that heads read with: the mean over memories. Hash and n-gram tables are left out:
+    each look-up is one row of weight 1.
     """
     return lambda facts: mean(memory.get(key) for memory in facts.get("usage") or [] if memory["name"] == "memory")
 
 
 def suite_accuracy(facts: Mapping[str, Any]) -> float | None:
-    """The mean over the paper's tasks; None where one was not scored. A run may have results of others too."""
+    """The mean over the paper's tasks; None if one was not scored. A run's other tasks do not count."""
     tasks = facts.get("tasks") or {}
     found = [tasks.get(name, {}).get("acc") for name in TASKS]
     return None if None in found else mean(found)
@@ -107,7 +107,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def tasks_of(measures: Sequence[str]) -> list[str]:
-    """The zero-shot tasks to score: those that are measured; all, where their average is."""
+    """The zero-shot tasks to score: those that are measured, or all, if their average is measured."""
     return list(TASKS) if "average_acc" in measures else [name for name in TASKS if name in measures]
 
 

@@ -43,7 +43,7 @@ def draw(results: Results, folder: Path, look: Look) -> list[Path]:
 
 def picture(results: Results, figure: Figure, look: Look) -> Canvas | None:
     """One figure: a panel of the measurements, with bars from the least to the greatest of the seeds, and one of the
-    paper's numbers where it has different ones.
+    paper's numbers, if they are not all at one place.
     """
     grid = results.grid
 
@@ -70,15 +70,15 @@ def picture(results: Results, figure: Figure, look: Look) -> Canvas | None:
     both[0].set_ylabel(MEASURES[figure.y].label)
     if figure.line:
         legend(canvas, label(figure.line))
-    canvas.draw_without_rendering()  # now it is known where the points lie
+    canvas.draw_without_rendering()  # after this, the positions of the points are known
     for axes, named in zip(both, names, strict=True):
         write_names(axes, named)
     return canvas
 
 
 def equal_heights(panels: Sequence[Axes]) -> None:
-    """Let panels have one y axis where their numbers lie together; else axes that span the same factor, so that equal
-    slopes are equal ratios.
+    """Give panels the same y axis if their ranges overlap or reach 0, otherwise axes that span the same factor, so that
+    equal slopes are equal ratios.
     """
     ends = [axes.get_ylim() for axes in panels]
     lowest, highest = min(low for low, _ in ends), max(high for _, high in ends)
@@ -98,11 +98,11 @@ def known(grid: Grid, figure: Figure, value: Values) -> list[Point]:
 
 
 def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> list[Named]:
-    """The lines of one panel. Returns the names that points need along a measure."""
+    """Draw the lines of one panel; returns the names of its points if x is a measure."""
     named: list[Named] = []
     along_axis = figure.x in grid.axes
     others = [axis for axis in grid.axes if axis != figure.line]
-    # A stroke joins points that differ in the axis alone, or, along a measure, in the last one.
+    # A stroke joins points that differ only in the axis x, or, along a measure, only in the last axis.
     apart = [axis for axis in others if axis != figure.x] if along_axis else others[:-1]
     for number, name in enumerate(grid.names(figure.line) if figure.line else [None]):
         points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
@@ -116,7 +116,7 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> list[Named]:
         for run in strokes.values():
             found = [value(figure.y, p) for p in run]
             means = [fmean(seeds) for seeds in found]
-            # A mean of equal numbers can lie beyond them by a rounding, which is no bar.
+            # Rounding can put the mean of equal numbers beyond them, which must not become a bar.
             bars = [[max(0.0, fmean(s) - min(s)) for s in found], [max(0.0, max(s) - fmean(s)) for s in found]]
             where = [position(grid, figure, p, value) for p in run]
             axes.errorbar(where, means, yerr=bars, **style, label=shown if run[0] == points[0] else None)
@@ -176,7 +176,7 @@ def write_names(axes: Axes, named: Sequence[Named]) -> None:
 
 
 def position(grid: Grid, figure: Figure, point: Point, value: Values) -> float:
-    """Where a point stands along x: the number of its value, or the mean of its measure."""
+    """Where a point is along x: the number of its value, or the mean of its measure."""
     if figure.x in grid.axes:
         return grid.names(figure.x).index(grid.place(point)[figure.x])
     return fmean(value(figure.x, point))

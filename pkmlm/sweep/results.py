@@ -1,5 +1,5 @@
 """The results of a grid: mean and spread over seeds at each point, beside the paper's numbers and claims; and the
-folder that keeps them: the runs in `cells/`, and `results.json`, a page (`README.md`) and plots, made from them.
+folder that keeps them: the runs in `cells/`, and what is made from these: `results.json`, a page (`README.md`), plots.
 """
 
 import platform
@@ -30,7 +30,7 @@ from pkmlm.sweep.grid import Grid, Point, Tune, assignments
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
-COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # stand beside every perplexity
+COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # shown beside every perplexity
 
 
 @dataclass
@@ -40,7 +40,8 @@ class Results:
     Attributes:
         costs: what `facts_of_cost` says of the recipe of each point and tuned value.
         outcomes: of the cells that have ended, by name.
-        speeds: of the points' models, all timed in one call; perhaps an earlier one, when a point had another recipe.
+        speeds: of the points' models, all timed in one call, perhaps an earlier one for which a point had another
+            recipe.
         equals: where runs are compared at equal amounts of what the grid says.
     """
 
@@ -85,7 +86,7 @@ class Results:
         return best(tried) if len(tried) == len(tuning) else None
 
     def cost(self, point: Point) -> Mapping[str, Any]:
-        """What a point's model costs at its best tuned value; while that is not known, at the first."""
+        """What a point's model costs at its best tuned value, or at the first until that is known."""
         winner = self.winner(point)
         return self.costs[point, winner.cell.tuned if winner else self.cells.values[0]]
 
@@ -99,7 +100,7 @@ class Results:
         return [one for one in counted if one is not None and one.status == "measured"]
 
     def rounds(self, point: Point) -> list[float]:
-        """Tokens a second of a point's model, one number for each round; empty where it has not been timed."""
+        """Tokens per second of a point's model, one number per round; empty if it has not been timed."""
         speed, chosen = self.speeds.get(point), self.chosen(point)
         if not (speed and chosen and speed.get("recipe") == recipe_sha256(chosen[0].cell.recipe)):
             return []
@@ -108,7 +109,7 @@ class Results:
     def by_seed(self, measure: str, point: Point) -> dict[int, float]:
         """The measurements of a point by seed; empty where there are none.
 
-        Costs and speed (the median of its rounds) do not depend on the seed and stand under the first.
+        Costs and speed (the median of its rounds) do not depend on the seed and are given for the first.
         """
         read = MEASURES[measure].read
         if MEASURES[measure].source in ("cost", "speed"):
@@ -124,20 +125,20 @@ class Results:
         return tuple(self.by_seed(measure, point).values())
 
     def seeds_of(self, point: Point, measures: Sequence[str]) -> int:
-        """How many seeds a point has measurements of: the least over `measures`; where none of these depends on the
-        seed, how many were trained.
+        """How many seeds a point has measurements of: the least over those of `measures` that it has; if none of these
+        depends on the seed, how many were trained.
         """
         seeded = [name for name in measures if MEASURES[name].source not in ("cost", "speed")]
         counts = [len(self.by_seed(name, point)) for name in seeded] or [len(self.chosen(point))]
         return min(filter(None, counts), default=0)
 
     def groups(self) -> list[Group]:
-        """The runs that count, those of a point in a group."""
+        """The runs that count, one group per point."""
         found = {", ".join(point): chosen for point in self.grid.points() if (chosen := self.chosen(point))}
         return [Group(name, [outcome.facts for outcome in chosen]) for name, chosen in found.items()]
 
     def comparison(self, runs: Path) -> Comparison:
-        """The runs that count side by side.
+        """The runs that count, side by side.
 
         Args:
             runs: the folder of the run directories.
@@ -268,8 +269,8 @@ class Results:
         return Table(title, columns, rows)
 
     def _tuning(self, tune: Tune) -> Table:
-        """The validation loss at each tuned value. Where the best is the first or the last of the list, one beyond it
-        may be better still.
+        """The validation loss at each tuned value. If the best is the first or the last of the list, one beyond it may
+        be better still.
         """
         columns = [Column(axis) for axis in self.grid.axes]
         columns += [*(number(value, "{:.4f}") for value in tune.values), Column("best at the edge")]
@@ -288,7 +289,7 @@ class Results:
 
 
 def millions(name: str, values: Sequence[float]) -> Column:
-    """A column of millions: one decimal, and as many more as the least of them needs to show two digits."""
+    """A column of millions: one decimal, or as many as the least of them needs to show two digits."""
     places = 1 - floor(log10(min(values)))
     return number(name, f"{{:,.{max(1, places)}f}}")
 
@@ -344,7 +345,7 @@ class SweepFolder:
         return self.path / "cells"
 
     def recall(self, results: Results) -> None:
-        """Add the speeds that an earlier call measured to the results: all models of a table are timed together.
+        """Add the speeds that an earlier call measured to the results; it timed all models of a table together.
 
         Raises:
             UserError: the folder holds the results of another grid or of other overrides, or other files.
@@ -352,8 +353,8 @@ class SweepFolder:
         found, cells = self.read(), results.cells
         theirs, ours = found.get("set"), list(cells.extra)
         if theirs not in (None, ours):
-            # With other overrides the runs here would fail one by one, others would be trained, and a table of both
-            # would replace theirs; unless every run is one of the grid's cells, or there is nothing to lose.
+            # With other overrides, the runs here would fail one by one, others would be trained, and a table of both
+            # would replace theirs. It is allowed if every run is one of the grid's cells, or there is nothing to lose.
             held = {outcome.status for cell in cells.first.values() if (outcome := finished(cell, self.runs))}
             if "failed" in held or (found.get("cells") and not held):
                 was, asked = (shlex.join(each) or "nothing" for each in (theirs, ours))
@@ -365,7 +366,7 @@ class SweepFolder:
                 results.speeds[point] = speed
 
     def read(self) -> dict[str, Any]:
-        """The folder's results.json, which is this grid's; empty where there is none yet.
+        """The folder's results.json, which must be this grid's; empty if there is none yet.
 
         Raises:
             UserError: it is damaged (exit code 1) or another grid's, or the folder holds other files.
@@ -388,7 +389,7 @@ class SweepFolder:
         return found
 
     def begin(self, results: Results) -> None:
-        """Write the overrides of the runs before the first has ended: `--table` needs the same."""
+        """Write the overrides of the runs before the first has ended: `--table` needs them."""
         if not self.read().get("cells"):
             write_json(self.path / "results.json", signed(results.as_json(self.grid, self.scale)))
 
@@ -406,7 +407,7 @@ class SweepFolder:
                 results.add_finished(results.cells.others(winner.cell), self.runs)
         if not results.ended:
             failed = [f"{outcome.cell.name}: {outcome.message}" for outcome in results.outcomes.values()]
-            hint = failed[0] if failed else "wait for one, or leave --table out to train them"
+            hint = failed[0] if failed else "wait for one to end, or leave --table out to train them"
             raise UserError(f"{self.path} holds no run of this grid that has ended", hint)
 
     def write(self, results: Results, drawn: Sequence[Path] = ()) -> list[Table]:

@@ -1,7 +1,7 @@
 """The life of a sweep: check what it needs, train and measure its cells, time the models, publish the tables.
 
-Cells run by the commands that a person would use, each in a process of its own: a cell that fills the memory or
-diverges harms no other, and a sweep that was stopped continues where it was.
+Cells run with the commands that a person would use, each in its own process: a cell that runs out of memory or diverges
+does not affect the others, and a sweep that was stopped continues where it was.
 """
 
 import os
@@ -56,17 +56,17 @@ def open_sweep(
     over: Sequence[Over],
     table_only: bool,
 ) -> tuple[Results, SweepFolder | None]:
-    """Read a grid, make its cells and count what its points cost.
+    """Read a grid, make its cells and compute what its points cost.
 
     Args:
         scale: of the grid; None: its first.
         overrides: `key=value` for all cells.
         output: the sweep's folder; None for a dry run.
-        over: in place of the grid's, if there is any.
-        table_only: without overrides, take those with which the folder's results were made.
+        over: replaces the grid's, unless it is empty.
+        table_only: if there are no overrides, take those with which the folder's results were made.
 
     Raises:
-        UserError: the grid, a cell's recipe or the folder cannot be.
+        UserError: the grid, a cell's recipe or the folder is invalid.
     """
     grid, scale = read_grid(grid_file, scale)
     if over and not grid.trains:
@@ -96,16 +96,16 @@ def run_sweep(
     """Run the cells of a grid that have not ended, time their models, and write and print the tables.
 
     Args:
-        results: those of the grid before any run; receives outcomes and speeds.
+        results: those of the grid before any run; outcomes and speeds are added.
         look: of the plots.
         table_only: run nothing; publish what the folder holds.
         jobs: cells at a time.
-        devices: GPUs as CUDA_VISIBLE_DEVICES names them, a cell on each; empty: as this process has them.
-        task_data: as of `pkmlm eval --task-data`.
-        quiet: no progress on standard error.
+        devices: GPUs as in CUDA_VISIBLE_DEVICES, a cell on each; empty: those of this process.
+        task_data: as for `pkmlm eval --task-data`.
+        quiet: show no progress on standard error.
 
     Returns:
-        The exit code: 0, that of the failures, or that of the signal which stopped the sweep.
+        The exit code: 0, that of the failures, or that of the signal that stopped the sweep.
 
     Raises:
         UserError: a device or data is missing, or the folder is in use, or holds another sweep; (exit code 1) the
@@ -117,8 +117,8 @@ def run_sweep(
         folder.collect(results)
     else:
         if devices:
-            # This process times the models on the first. Torch would take the CPU, without a word, for a GPU that does
-            # not exist. Of MIG instances CUDA shows a process no more than one.
+            # This process times the models on the first. Torch would silently use the CPU in place of a GPU that does
+            # not exist. CUDA shows a process only one MIG instance.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
             found = torch.cuda.device_count()
             if found < (1 if devices[0].startswith("MIG-") else len(devices)):
@@ -128,13 +128,13 @@ def run_sweep(
             code = run_cells(results, folder, jobs, devices, task_data, quiet)
         timed = results.grid.points() if "speed" in results.grid.measure else []
         if not code and any(results.chosen(point) and not results.rounds(point) for point in timed):
-            folder.write(results)  # now: the timing may fail
+            folder.write(results)  # before the timing, which may fail
             try:
                 with status_line(quiet) as say:
                     time_models(results, folder.runs, say)
             except UserError as error:
                 problem = UserError(f"nothing was timed: {error.message}", error.hint, exit_code=1)
-    if results.ended or not results.grid.trains:  # an empty table must not replace one that is there
+    if results.ended or not results.grid.trains:  # an empty table must not replace an existing one
         names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]
         measured = [name for name, outcome in results.outcomes.items() if outcome.status == "measured"]
         altered = [text for name in measured for text in RunDirectory(folder.runs / name).alterations()]
@@ -172,7 +172,7 @@ def run_cells(
     task_data: str | None,
     quiet: bool,
 ) -> int:
-    """Train and measure; the exit code of the signal that stopped it, or 0."""
+    """Train and measure the cells; returns the exit code of the signal that stopped it, or 0."""
     results.cells.refuse_missing_data()
     warn_each(results.cells.warnings())
     if tasks := tasks_of(results.grid.measure):  # bad ones are refused before hours of training
@@ -227,8 +227,9 @@ class Runner:
         folder: of the run directories; its `.recipes` receives their recipes.
         measures: names of `MEASURES`.
         jobs: cells at a time; each gets its share of the usable cores.
-        devices: values of CUDA_VISIBLE_DEVICES, at least as many as jobs; empty: as this process has it.
-        task_data: as of `pkmlm eval --task-data`.
+        devices: values of CUDA_VISIBLE_DEVICES, at least as many as jobs; empty: that of this process.
+        task_data: as for `pkmlm eval --task-data`.
+        stop: says when a signal has asked to stop.
     """
 
     def __init__(
@@ -250,8 +251,8 @@ class Runner:
         self.ended = False
 
     def run(self, cells: Cells, on_end: Callable[[Outcome], None], on_tick: Callable[[list[Cell]], None]) -> None:
-        """Run all cells: of every point the first seed at each tuned value, then the other seeds at the best of them.
-        A cell that competes with others is measured only once it has been chosen.
+        """Run all cells: for every point, the first seed at each tuned value, then the other seeds at the best of them.
+        A cell that competes with others is measured only after it has been chosen.
 
         Args:
             on_end: called in this thread with the outcome of every cell that has ended.
@@ -270,7 +271,7 @@ class Runner:
                     [each for each in waiting if each in ended],
                     [each for each in waiting if each not in ended],
                 )
-                for outcome in (future.result() for future in ready):  # in their order, also of those that end together
+                for outcome in (future.result() for future in ready):  # in their order, even if they end together
                     on_end(outcome)
                     known = outcomes.setdefault(outcome.cell.point, [])
                     known.append(outcome)
@@ -279,7 +280,7 @@ class Runner:
                         also = [chosen.cell] if chosen and len(known) > 1 and not chosen.cell.trial else []
                         also += cells.others(chosen.cell) if chosen else []
                         waiting += [pool.submit(self._run_cell, cell, True) for cell in also]
-        finally:  # an error may end the sweep: the commands that run are stopped, the cells that wait are dropped
+        finally:  # if an error ends the sweep, running commands are stopped and waiting cells are dropped
             self.ended = True
             pool.shutdown(wait=False, cancel_futures=True)
             while self.running:
@@ -309,7 +310,7 @@ class Runner:
             self.running.remove(cell)
 
     def commands(self, cell: Cell, measure: bool = True) -> Iterable[list[str]]:
-        """The arguments of the `pkmlm` commands that remain to be done, one after the other."""
+        """The arguments of the `pkmlm` commands that the cell still needs, one after the other."""
         run = RunDirectory(self.folder / cell.name)
         path = str(run.path)
         ended = finished(cell, self.folder)
@@ -332,7 +333,7 @@ class Runner:
             yield ["eval", path, "-q", "--tasks", ",".join(self.tasks), *data]
 
     def _call(self, arguments: Sequence[str]) -> tuple[int, str]:
-        """Run one command; its exit code and its last error, or last line."""
+        """Run one command; returns its exit code and its last error, or else its last line."""
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self.jobs)))
         if self.devices:
@@ -358,7 +359,7 @@ class Runner:
         last = errors[-1].removeprefix("error: ") if errors else ""
         if child.returncode < 0:  # a signal killed it
             name = signal_name(-child.returncode)
-            why = "if nobody did it, memory ran out" if name == "SIGKILL" else last
+            why = "if nobody killed it, memory ran out" if name == "SIGKILL" else last
             last = f"pkmlm {arguments[0]} was killed ({name}): {why}"
         return child.returncode, last
 
@@ -371,8 +372,8 @@ class Runner:
 
 
 def time_models(results: Results, runs: Path, say: Say) -> None:
-    """Time how fast the model of each point scores the test split: interleaved in one process, so that load falls on
-    all alike.
+    """Time how fast the model of each point scores the test split: interleaved in one process, so that the machine's
+    load affects all equally.
 
     Args:
         runs: the folder of the run directories.

@@ -43,8 +43,8 @@ class Verdict:
 
 
 def verdict(grid: Grid, claim: Claim, values: BySeed) -> Verdict:
-    """Compare all measured pairs of points that a claim orders, by the seeds that both have: a seed shifts perplexity
-    by more than models do.
+    """Compare all measured pairs of points that a claim orders, by the seeds that both have: perplexity differs more
+    between seeds than between models.
 
     Args:
         values: gives a measure at a point, by seed.
@@ -64,7 +64,7 @@ def verdict(grid: Grid, claim: Claim, values: BySeed) -> Verdict:
 
 
 def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:
-    """The pairs (less, greater) of points that a claim orders: equal in all axes that it does not name."""
+    """The pairs (less, greater) of points that a claim orders, equal in all axes that it does not mention."""
     allowed = [p for p in grid.points() if all(grid.place(p)[axis] in names for axis, names in claim.at.items())]
     along = claim.rising or claim.falling
     if along:
@@ -84,8 +84,8 @@ def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:
 
 
 def rank_correlations(grid: Grid, values: BySeed) -> list[Verdict]:
-    """Spearman's correlation of the measured means with the paper's numbers, for each measure of three points or more.
-    Means are over the seeds that all of these points have.
+    """Spearman's correlation of the measured means with the paper's numbers, for each measure that has both at three
+    points or more. Means are over the seeds that all of these points have.
     """
     found = []
     for measure in grid.measure:
@@ -105,5 +105,5 @@ def rank_correlations(grid: Grid, values: BySeed) -> list[Verdict]:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """The rank of each value, from 1; equal ones have the mean of theirs."""
+    """The rank of each value, from 1; equal values have their mean rank."""
     return [sum(other < value for other in values) + (values.count(value) + 1) / 2 for value in values]

@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"fallback_random": True}
 
 
 def compile_dense_parts(model: Transformer) -> None:
-    """Let blocks without a memory, and the attention and FFN of the others, run compiled in training mode.
+    """Compile, for training mode, the blocks without a memory, and the attention and FFN of the others.
 
     Memories run as they are, and so does everything in evaluation, whose shapes vary. Results differ by rounding: sums
     are fused and reordered. Equal blocks share their compiled code.
@@ -30,7 +30,7 @@ def compile_dense_parts(model: Transformer) -> None:
     Raises:
         UserError: torch.compile does not work on this machine.
     """
-    try:  # what is missing shows with one addition, not in the middle of a step
+    try:  # fail here, at one addition, rather than in the middle of a step
         torch.compile(torch.add, options=OPTIONS)(torch.ones(8, device=next(model.parameters()).device), 1)
     except RuntimeError as error:
         reason = first_line(error)
@@ -58,9 +58,9 @@ def run_compiled_in_training(module: nn.Module) -> None:
 
 
 def recompute_activations(block: nn.Module) -> None:
-    """Let a block keep only its input in training, and compute the rest again when its backward pass comes.
+    """Let a block keep only its input in training, and compute the rest again in its backward pass.
 
-    The numbers are the same: dropout draws again what it drew, and running statistics are counted once.
+    The numbers are the same: dropout repeats its draws, and running statistics are counted once.
     """
     plain = block.forward
     norms = [module for module in block.modules() if isinstance(module, QueryBatchNorm)]

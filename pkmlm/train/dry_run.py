@@ -1,4 +1,4 @@
-"""A run that is tried: its plan, and its first step in memory. Nothing is written."""
+"""A dry run: the plan of a run, and its first step in memory. Nothing is written."""
 
 import time
 
@@ -20,7 +20,7 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
     """Print what `train` would do, take the first step of a new run in memory, and print how it went; rank 0 prints.
 
     Args:
-        output: the run directory that `train` would write, which is only checked; None: any.
+        output: the run directory that `train` would write, which is only checked; None: check none.
         resume: as in `train`.
 
     Raises:
@@ -36,7 +36,7 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
                 refuse_output(run, resume)
                 if run.steps():
                     refuse_changed_recipe(run, job.recipe)
-            if run is None or not run.steps():  # a resume does not read it
+            if run is None or not run.steps():  # a resume does not read `train.init_from`
                 start, warnings = check_init_from(job)
             check_background(job)
             print(*plan(job, settings, world.size), sep="\n", flush=True)

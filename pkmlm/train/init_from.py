@@ -1,4 +1,4 @@
-"""`train.init_from`: a new run starts from those weights of another that both models have."""
+"""`train.init_from`: a new run starts from the weights of another run, as far as both models have them."""
 
 import re
 from collections.abc import Iterator, Set
@@ -20,7 +20,7 @@ from pkmlm.runs.files import MANIFEST, sha256_of
 from pkmlm.train.job import Job
 
 HEAD = "untied_head.weight"
-# Keys that change what a model computes from its weights, but no shape of a tensor.
+# Keys that change what a model computes from its weights, but not the shape of a tensor.
 SHAPELESS = {
     *("model.heads", "model.residual", "model.activation", "model.rotary_fraction", "model.attention"),
     *("model.memory.topk", "model.memory.scores", "model.memory.expert"),
@@ -34,7 +34,7 @@ def load_init_from(job: Job, model: Transformer, step: int) -> None:
     """Fill a model with the weights of `train.init_from`, and draw those that it lacks.
 
     Args:
-        step: of their checkpoint, as `check_init_from` has found it; all ranks start from the same.
+        step: the step of their checkpoint, as returned by `check_init_from`; the same on all ranks.
 
     Raises:
         UserError: a tensor cannot be read (exit code 1).
@@ -52,9 +52,9 @@ def load_init_from(job: Job, model: Transformer, step: int) -> None:
 
 
 def check_init_from(job: Job) -> tuple[int | None, list[str]]:
-    """Refuse a `train.init_from`, if there is one, whose weights do not fit this model; return the step of its
-    checkpoint, the best or else the latest, and a warning that says which weights are missing there or unexpected here,
-    and what they mean otherwise in this model.
+    """Check that the weights of `train.init_from`, if there is one, fit this model. Return the step of its checkpoint,
+    the best or else the latest, and a warning if weights are missing there, have no place here or mean something else
+    here, or if the data is read in the same order again.
 
     Raises:
         UserError: there is no such run, it has another tokenizer, a tensor has another shape in this model, or they
@@ -71,7 +71,7 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
     loaded = model.state_dict().keys() - missing
     parts = []
     if HEAD in missing:
-        parts.append("untied_head starts as a copy of the embedding, the head there")
+        parts.append("untied_head starts as a copy of the embedding, which is the head there")
     if drawn := missing - {HEAD}:
         parts.append(f"not in {source.path}, so initialized anew: {_modules(drawn, loaded)}")
     if unexpected:
@@ -91,7 +91,7 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
 
 
 def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path, int]:
-    """The run of `train.init_from`, its best checkpoint, or else its latest, and the step of that."""
+    """The run of `train.init_from`, its best checkpoint (or else its latest), and the step of that checkpoint."""
     try:
         source = RunDirectory.existing(str(job.recipe.train.init_from))
     except UserError as error:
@@ -116,7 +116,7 @@ def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path, int]:
 
 @contextmanager
 def _naming_the_key(job: Job, source: RunDirectory) -> Iterator[None]:
-    """Name `train.init_from` in an error; where a shape is wrong, with the keys that make it so."""
+    """Name `train.init_from` in an error; where a shape is wrong, name also the keys that make it so."""
     try:
         yield
     except UserError as error:

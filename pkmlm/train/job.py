@@ -22,12 +22,12 @@ MANY_EPOCHS = 20  # worth a warning
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe, and the tokens and the tokenizer that it names, which fit it.
+    """A recipe, and the tokens and the tokenizer that it names, checked to fit it.
 
     Attributes:
         corpus: the train split.
         warnings: what the user may not have meant by the recipe.
-        background: by which slots are chosen; None: by no background.
+        background: the counts by which slots are chosen; None: there are none.
     """
 
     recipe: Recipe
@@ -57,12 +57,12 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
     """Read a recipe, open its tokens, and check that they fit together. Nothing here needs torch.
 
     Args:
-        overrides: KEY=VALUE texts.
+        overrides: KEY=VALUE strings.
         ranks: how many processes will train.
         verify: check every byte of the tokens, not only their sizes and index.
 
     Raises:
-        UserError: the recipe, the tokens or the background are wrong, or do not fit each other or so many processes.
+        UserError: the recipe, the tokens or the background are wrong, or do not fit each other or `ranks` processes.
     """
     recipe = load_recipe(recipe_file, overrides)
     folder = recipe.data.dir
@@ -99,7 +99,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
 
 
 def hashes_of(job: Job) -> dict[str, str]:
-    """The sha256 of all that a resumed run must find again, by what it is."""
+    """The sha256 of everything that a resumed run must find again, by name."""
     found = dict(job.corpus.hashes)
     if job.background is not None:
         found["background"] = job.background.digest

@@ -34,8 +34,8 @@ class TrainingLog:
         name: the recipe's name.
         steps: the last step, for the bar and the ETA.
         settings: the recipe's `log` section.
-        quiet: nothing on standard error but warnings.
-        monitor: gives the warnings that an event deserves; None: there are none.
+        quiet: write nothing but warnings to standard error.
+        monitor: gives warnings about events; None: there are none.
 
     Attributes:
         start: the step of the latest checkpoint, from which a resumed run continues; or 0.
@@ -107,20 +107,20 @@ class TrainingLog:
             os.fsync(self.metrics.fileno())
 
     def say(self, text: str, *, on_screen: bool = True) -> None:
-        """One line for people: to train.log, and to standard error unless quiet."""
+        """Write a line for people to train.log and, unless quiet, to standard error."""
         with write_errors(self.folder / "train.log"):
             self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
         if on_screen and not self.quiet:
             self.console.print(printable(text))
 
     def warn(self, step: int, text: str) -> None:
-        """Something that a person should look at: a "warn" event, and a line that `quiet` does not silence."""
+        """Report something that a person should look at: a "warn" event, and a line that `quiet` does not silence."""
         self.event("warn", step, text=text)
         self.say(f"warning: step {step}: {text}", on_screen=False)
         self.console.print(printable(f"warning: step {step}: {text}"))
 
     def progressed(self, step: int, loss: float, tokens_per_second: float, extra: str) -> None:
-        """Show where training is; the ETA leaves out the first ten steps of this process, in which things warm up."""
+        """Show where training is; the ETA leaves out the first ten steps of this process, which are slower."""
         now = time.monotonic()
         self.taken += 1
         if self.taken <= 10:
@@ -143,7 +143,7 @@ class TrainingLog:
 
 
 class SilentLog:
-    """The log of a rank other than 0, whose events are those that rank 0 logs."""
+    """The log of a rank other than 0, which does nothing: rank 0 logs the same events."""
 
     def event(self, event: str, step: int, **numbers: Any) -> None: ...
 
@@ -163,7 +163,7 @@ RunLog = TrainingLog | SilentLog
 
 
 class TensorBoardSink:
-    """Events for TensorBoard, in the run's folder `tensorboard`; of an earlier process, those before `first` stay."""
+    """Events for TensorBoard, in the run's folder `tensorboard`; those of earlier processes before `first` stay."""
 
     def __init__(self, folder: Path, first: int):
         try:

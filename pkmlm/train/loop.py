@@ -29,7 +29,7 @@ class Outcome:
     Attributes:
         status: "finished", "patience" (early stopping) or "stopped" (on request; a checkpoint is saved).
         step: the step of the last checkpoint.
-        exit_code: 0, or what the signal stands for.
+        exit_code: 0, or that of the signal.
         seconds: time spent in training steps, since the first.
     """
 
@@ -40,7 +40,7 @@ class Outcome:
 
 
 class Training:
-    """A run under way: from its latest checkpoint, which is read, or from the model as it stands.
+    """A run under way, from its latest checkpoint, which is loaded, or from the model as it is.
 
     All ranks construct it and call `train`; rank 0 alone writes, except for the parts of checkpoints. What the loop
     decides follows from what all ranks know: step numbers, the loss of rank 0's validation, and a stop request that
@@ -67,7 +67,7 @@ class Training:
     ):
         self.run, self.state, self.validate, self.log, self.stop = run, state, validate, log, stop
         self.recipe, self.world = state.recipe, state.process_groups.world
-        self.calibrated = 0  # the step whose running statistics the model has
+        self.calibrated = 0  # the step at which running statistics were last recalibrated
         self.history = self._restore()
         state.progress.validations, state.progress.recipe = self.history, fixed_keys(self.recipe)
         state.progress.data = {**state.progress.data, **hashes}
@@ -79,7 +79,7 @@ class Training:
         for text in self.drift.warnings:
             log.warn(state.progress.step, text)
         keyed = [module for module in state.model.modules() if isinstance(module, KeyMemory)]
-        self.reads = [RecentReads(memory, self.world) for memory in keyed[:2]]  # what fits a line
+        self.reads = [RecentReads(memory, self.world) for memory in keyed[:2]]  # as many as fit on a line
 
     def train(self) -> Outcome:
         """Train to the recipe's last step, to the end of its patience, or until a stop request.
@@ -102,7 +102,7 @@ class Training:
                 self._save()
                 return self._outcome("finished")
             if patience is not None and self.history.worse >= patience:
-                self.log.say(f"no better validation in {self.history.worse}: stopping early at step {step}")
+                self.log.say(f"no better validation in the last {self.history.worse}: stopping early at step {step}")
                 self._save()
                 return self._outcome("patience")
             self._train_step()
@@ -146,8 +146,8 @@ class Training:
         return self.validate is not None and asked and self.history.step != step
 
     def _validate(self) -> None:
-        """Validate, log it, and keep the best checkpoint. A resumed run repeats a validation that a stop request has
-        cut short.
+        """Validate, log the result, and save a checkpoint if it is the best. A resumed run repeats a validation that a
+        stop request has cut short.
         """
         assert self.validate is not None
         step, history = self.state.progress.step, self.history
@@ -167,8 +167,8 @@ class Training:
             self._save()
 
     def _save(self) -> None:
-        """Save a checkpoint of this step, unless there is one: a step has one state. Then point `best` at it, if it is
-        the best, and delete checkpoints that need not be kept, and what was kept beside them.
+        """Save a checkpoint of this step, unless there is one: a step has one state. Then point `best` at it if it is
+        the best, and delete the checkpoints that need not be kept, with what was kept beside them.
         """
         run, state, progress = self.run, self.state, self.state.progress
         with self.world.collective_errors():
@@ -192,7 +192,7 @@ class Training:
                 self.drift.forget(run.steps())
 
     def _restore(self) -> Validations:
-        """Go back to the latest checkpoint, if there is one; return what the validations until then have shown."""
+        """Load the latest checkpoint, if there is one; return what the validations until then have shown."""
         run, state = self.run, self.state
         steps = self.world.broadcast(run.steps())
         if not steps:
@@ -213,7 +213,7 @@ class Training:
                     remove_file(run.path / "best")
         if state.progress.scaler and state.scaler.is_enabled():
             if state.progress.scaler.keys() != state.scaler.state_dict().keys():
-                raise UserError(f"{path}: the state of the loss scaler is not whole", exit_code=1)
+                raise UserError(f"{path}: the state of the loss scaler is incomplete", exit_code=1)
             state.scaler.load_state_dict(state.progress.scaler)
         return history
 
@@ -232,5 +232,5 @@ def finite_or_none(value: float) -> float | None:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether what happens every so many steps (0: never) happens after `step`."""
+    """Whether something that happens every `every` steps (0: never) happens after `step`."""
     return every > 0 and step > 0 and step % every == 0

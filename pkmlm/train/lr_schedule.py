@@ -13,8 +13,8 @@ class LrSchedule:
 
     inverse-sqrt: peak * sqrt(warmup_steps / step) (Vaswani et al. 2017, with the peak as scale); cosine and linear:
     from the peak to `final` * peak at the last step; constant: the peak. In the last `decay_steps`, whatever the shape
-    gives is multiplied by a factor that falls linearly to `final`. (With a constant one: warm-up, stable, decay, Hu et
-    al. 2024, arXiv 2404.06395, sec. 4: models of several lengths, each after a decay, from one run.)
+    gives is multiplied by a factor that falls linearly to `final`. (With a constant shape, this is warmup-stable-decay:
+    Hu et al. 2024, arXiv 2404.06395, sec. 4. One run then gives models of several lengths, each after a decay.)
 
     Args:
         peak: the learning rate after the warm-up.
@@ -23,7 +23,7 @@ class LrSchedule:
         steps: of the whole run.
         final: the last learning rate, as a share of the peak, or of what the shape gives.
         decay_steps: 0: no decay.
-        times: the factor before the first step, and at the last.
+        times: the factor before the first step, and at the last one.
     """
 
     peak: float

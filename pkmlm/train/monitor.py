@@ -18,8 +18,8 @@ DEAD_FOR = 3  # ... in so many validations in a row
 
 @dataclass
 class TrainingMonitor:
-    """Watches the events of a run. All that it knows follows from them, so a resumed run gets the warnings of one that
-    was not stopped.
+    """Watches the events of a run. Its state follows from them alone, so a resumed run gets the same warnings as one
+    that was not stopped.
     """
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -63,7 +63,9 @@ class TrainingMonitor:
         uniform = memory["uniform"]["usage"]
         warnings = []
         if usage < COLLAPSE * self.highest.get(name, 0.0):
-            warnings.append(f"{name} is used less: {usage:.1%} of its slots are read, after {self.highest[name]:.1%}")
+            warnings.append(
+                f"{name} is used less: {usage:.1%} of its slots are read, down from {self.highest[name]:.1%}"
+            )
             self.highest[name] = usage  # the next warning is for half of this
         self.highest[name] = max(usage, self.highest.get(name, 0.0))
         self.low[name] = self.low.get(name, 0) + 1 if usage < DEAD * uniform else 0

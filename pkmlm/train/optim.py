@@ -23,7 +23,7 @@ class ParameterGroup:
     Attributes:
         name: "dense", "values" (of memories), "tables" (of hash layers) or "ngram".
         parameters: by their path in the model.
-        row_gradients: of those parameters that are tables of rows.
+        row_gradients: the gradients of those parameters that are tables of rows.
         clip: largest norm of the group's gradient; 0: no clipping.
     """
 
@@ -35,8 +35,8 @@ class ParameterGroup:
     clip: float
 
     def own_square(self, process_groups: ProcessGroups) -> Tensor:
-        """This rank's share of the squared 2-norm of the group's gradient, 0-d, float64: what all ranks hold counts on
-        the first, a rank's shards and columns of tables on that rank (of the first of the groups that hold the same).
+        """This rank's share of the squared 2-norm of the group's gradient, 0-d, float64. What all ranks hold counts on
+        the first of them; shards and columns of tables count on the rank that holds them (or the first that does).
         """
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         own = [local_part(grad) for grad in grads if is_shard(grad) or process_groups.world.rank == 0]
@@ -66,11 +66,11 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
-    """The groups of a model that have parameters, in the order dense, values, tables, ngram; of those, `train.only`
-    leaves one, and freezes all other parameters.
+    """The groups of a model that have parameters, in the order dense, values, tables, ngram. `train.only: values`
+    leaves one of them and freezes all other parameters.
 
     Values of memories have their own learning rate and schedule (Lample et al. 2019, sec. 4.3: 1e-3, constant); hash
-    tables and those of n-grams move at a multiple of the dense learning rate.
+    tables and n-gram tables move at a multiple of the dense learning rate.
     """
     optim, steps, tables = recipe.optim, recipe.train.steps, tables_of(model)
     dense = LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, steps, optim.final_lr, optim.decay_steps)
@@ -121,7 +121,7 @@ def _dense_group(
     for parameter in parameters.values():
         decay = optim.weight_decay if parameter.ndim == 2 else 0.0
         lr_scale = optim.keys.lr_scale if parameter in keys else 1.0
-        # No fused step takes both shards and whole parameters.
+        # A fused step cannot take both shards and whole parameters.
         settings.setdefault((decay, lr_scale, is_shard(parameter)), []).append(parameter)
     split = [
         {"params": chosen, "weight_decay": decay, "lr_scale": lr_scale}

@@ -13,31 +13,31 @@ OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow w
 
 
 def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError:
-    """The error that says what a run of so many ranks needs, and which key to lower; exit code 1."""
+    """The error that says what a run of this many ranks needs, and which key to lower; exit code 1."""
     training = rank_bytes(job, precision, ranks)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
     key, value = key_to_lower(job.recipe, training)
     elsewhere = "" if key == "train.micro_batch" else " (under another -o, if the run has a checkpoint)"
     return UserError(
-        f"out of memory: {needed(training, ranks)} and the framework ({parts or 'little of each part'})",
+        f"out of memory: {needed(training, ranks)} besides the framework ({parts or 'little of each part'})",
         f"lower {key}, which is {value}{elsewhere}",
         exit_code=1,
     )
 
 
 def too_large_warning(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
-    """A warning before memory runs out, which on Linux may end a process without a word."""
+    """A warning before memory runs out, which on Linux may end a process without a message."""
     training, free = rank_bytes(job, settings.precision, ranks), free_bytes(settings.device)
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if settings.device.type == "cpu" else 1
     if beside * sum(training.values()) <= free:
         return []
     key, value = key_to_lower(job.recipe, training)
-    several = f" for {beside}" if beside > 1 else ""
-    return [f"{needed(training, ranks)}, {free / 1e6:,.0f} MB are free{several}: lower {key}, which is {value}"]
+    several = f" for {beside} ranks" if beside > 1 else ""
+    return [f"{needed(training, ranks)}; {free / 1e6:,.0f} MB are free{several}: lower {key}, which is {value}"]
 
 
 def rank_bytes(job: Job, precision: Precision, ranks: int) -> dict[str, int]:
-    """Bytes that one rank holds in training, by part, in the precision that "auto" has become."""
+    """Bytes that one rank holds in training, by part, in a precision (what "auto" has been resolved to)."""
     recipe = replace(job.recipe, train=replace(job.recipe.train, precision=precision))
     return bytes_held(recipe, cost_of(recipe, job.vocab_size), ranks, recipe.parallel.memory)
 
@@ -47,8 +47,8 @@ def needed(training: dict[str, int], ranks: int) -> str:
 
 
 def key_to_lower(recipe: Recipe, training: dict[str, int]) -> tuple[str, int]:
-    """The key, and its value, of what takes most of a rank's `training` memory: the micro-batch where a forward takes
-    more than what does not depend on it; else the slots of the memory, the rows of n-gram or hash tables, or the width.
+    """The key, and its value, of what takes most of a rank's `training` memory: the micro-batch if a forward pass takes
+    more than everything else; otherwise the slots of the memory, the rows of n-gram or hash tables, or the width.
     """
     model, micro_batch = recipe.model, recipe.train.micro_batch
     if micro_batch > 1 and 2 * sum(training.get(name, 0) for name in OF_A_FORWARD) > sum(training.values()):

@@ -2,7 +2,7 @@
 
 Dense parameters: every rank holds them whole, and torch's DDP sums their gradients; with `parallel.shard`, FSDP2
 divides them, their gradients and their moments among the ranks. Tables of rows: ranks exchange what they read. The
-modules of FSDP2 take half as long to import as torch itself, and are imported only where parameters are divided.
+modules of FSDP2 take half as long to import as torch itself, so they are imported only where parameters are divided.
 
 N: a rank's tokens; r: reads of a token; K: rows of a table; D: its columns on this rank.
 """
@@ -29,7 +29,7 @@ class DenseLoss(nn.Module):
 
     Args:
         model: computes the loss.
-        parameters: the parameters; tables, whose gradients travel otherwise, are not among them.
+        parameters: the parameters, without tables, whose gradients are exchanged in another way.
     """
 
     def __init__(self, model: Transformer, parameters: Sequence[nn.Parameter]):
@@ -46,8 +46,8 @@ def data_parallel_loss(
 ) -> DistributedDataParallel | None:
     """`model.loss`, whose backward pass sums the gradients of whole dense parameters over all ranks as it goes.
 
-    A resumed run must have the bits of one that was not stopped, so the order in which three or more ranks are summed
-    must not depend on how many steps a process has taken. By default, and with `static_graph`, DDP regroups its buckets
+    A resumed run must equal an uninterrupted one bit for bit, so the order in which three or more ranks are summed must
+    not depend on how many steps a process has taken. By default, and with `static_graph`, DDP regroups its buckets
     after the first step; with `find_unused_parameters` it never does. FSDP2 on a mesh of (ranks, 1) also keeps the
     bits, but makes every parameter a DTensor, and fp16 and torch.compile would be refused as with `parallel.shard`.
 
@@ -83,10 +83,10 @@ def _all_sum(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tens
 
 
 def all_gather_row_gradients(gradient: RowGradient, ranks: World) -> None:
-    """Make a table's gradient that of the reads of all ranks.
+    """Turn a table's gradient into that of the reads of all ranks.
 
-    Where that is less to send (`exchange_bytes`), ranks gather each other's reads, in the order in which one process
-    would have made them; else they sum rows.
+    Where it takes no more bytes (`exchange_bytes`), ranks gather each other's reads, in the order in which one process
+    would have made them; otherwise they sum rows.
 
     Args:
         gradient: this rank's, after its last micro-batch.
@@ -112,12 +112,12 @@ def all_gather_row_gradients(gradient: RowGradient, ranks: World) -> None:
 
 
 def even_row_gradients(gradient: RowGradient, ranks: World) -> None:
-    """Let ranks whose batches differ in size send equally much, as `all_gather_row_gradients` needs it: one with fewer
-    tokens repeats the reads of its last one, with weight 0, which changes no row. Where one has sums, or no token, all
-    make sums.
+    """Let ranks whose batches differ in size send the same amount, as `all_gather_row_gradients` requires: a rank with
+    fewer tokens repeats the reads of its last token, with weight 0, which changes no row. If a rank has sums, or no
+    tokens, all ranks make sums.
 
     Args:
-        gradient, ranks: as there; each rank has had a backward pass.
+        gradient, ranks: as in `all_gather_row_gradients`; each rank has had a backward pass.
     """
     if ranks.size == 1 or not gradient:
         return

@@ -1,4 +1,4 @@
-"""What run.json says of a run and of the process that trains it."""
+"""What run.json says about a run and the process that trains it."""
 
 import platform
 import secrets
@@ -16,13 +16,13 @@ from pkmlm.runs.checkpoint import Progress
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
 
-ENVIRONMENT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")  # of the provenance
+ENVIRONMENT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")  # keys of the provenance
 
 
 def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory, latest: Progress) -> dict[str, Any]:
-    """What run.json says of the run, an id that its checkpoints hold, and of the process that trains: its command line,
-    versions, commit, device, and the parameters; where the run is resumed, "earlier" lists the environments of
-    processes that differed.
+    """What run.json says about the run (an id, which its checkpoints also hold, and its parameters) and the process
+    that trains it (command line, versions, commit, device, precision and ranks); if the run is resumed, "earlier" lists
+    the environments of earlier processes that differed.
 
     Args:
         latest: the progress of the latest checkpoint; a new `Progress` where there is none.

@@ -11,36 +11,36 @@ from pkmlm.runs.files import Damaged
 from pkmlm.train.job import Job, hashes_of
 
 # The keys, or beginnings of keys, that may change when a run is resumed. Changes of CHANGES_NUMBERS are reported: later
-# numbers are not those of an undisturbed run.
+# numbers are not those of an uninterrupted run.
 CHANGES_NUMBERS = (
     *("train.steps", "optim.decay_steps", "train.micro_batch", "train.recompute", "train.init_from"),
     *("parallel.", "eval.tokens", "eval.recalibrate"),
 )
-# Of data.dir and of the background, the content is compared.
+# For data.dir and the background, the content is compared instead.
 CHANGES_NO_NUMBERS = ("name", "data.dir", "finetune.background", "eval.", "checkpoint.", "log.")
 
 
 def refuse_output(run: RunDirectory, resume: str) -> None:
-    """Refuse a run directory that does not fit `--resume`, has lost its checkpoints, or holds files of something else.
+    """Refuse a run directory that does not fit `--resume`, has lost its checkpoints, or holds files that no run wrote.
     It need not exist.
     """
     if resume == "must" and not run.steps():
         raise UserError(f"--resume must: run {run.path} has no checkpoint to resume", "use --resume auto to start it")
     if resume == "never" and run.steps():
-        raise UserError(f"--resume never: run {run.path} has checkpoints already", "choose another -o")
-    if not run.steps() and (last := run.done() or run.facts().get("step")):  # to begin anew would replace its log
+        raise UserError(f"--resume never: run {run.path} already has checkpoints", "choose another -o")
+    if not run.steps() and (last := run.done() or run.facts().get("step")):  # starting over would replace its log
         message = f"run {run.path} ended at step {last}, but its checkpoints are gone"
-        raise UserError(message, "choose another -o, or delete that folder to train it anew")
+        raise UserError(message, "choose another -o, or delete that folder to train it again")
     run.refuse_foreign()
     run.refuse_orphans()
 
 
 def refuse_changed_recipe(run: RunDirectory, recipe: Recipe) -> None:
-    """Refuse to resume with another recipe, but for the keys that may change."""
+    """Refuse to resume with another recipe, except for the keys that may change."""
     fixed = fixed_keys(recipe)
     changed = [text for key, text in changed_keys(run.recipe(), recipe).items() if key in fixed]
     if changed:
-        with suppress(Damaged):  # of which nothing has been set aside yet
+        with suppress(Damaged):  # no damaged checkpoint has been set aside yet
             if state := run.latest_state():
                 run.check_origin(state["step"], None, state.get("recipe"))
         message = f"run {run.path} was started with another recipe: {', '.join(changed)}"
@@ -54,8 +54,9 @@ def fixed_keys(recipe: Recipe) -> dict[str, str]:
 
 
 def refuse_other_origin(run: RunDirectory, job: Job) -> None:
-    """Refuse to resume from a latest checkpoint of another run or recipe, or of another tokenizer or other tokens to
-    train or validate on, or of another background. A split for validation may come or go. The checkpoint must be whole.
+    """Refuse to resume if the latest checkpoint, which must be intact, is of another run or recipe, or of another
+    tokenizer, other tokens to train or validate on, another background or other canonical ids. A split for validation
+    may come or go.
     """
     progress = read_progress(run.checkpoint(run.steps()[-1]))
     run.check_origin(progress.step, progress.run, progress.recipe)
@@ -106,7 +107,7 @@ def change_warnings(
             changed.append(text)
     if not changed:
         return []
-    return [f"resumed with changes, so numbers may differ from an undisturbed run: {', '.join(changed)}"]
+    return [f"resumed with changes, so numbers may differ from an uninterrupted run: {', '.join(changed)}"]
 
 
 def lost_metrics_warning(run: RunDirectory) -> list[str]:

@@ -19,13 +19,13 @@ class RowOptimizer(torch.optim.Optimizer):
 
     Args:
         tables: the `values` of memories and of hash layers. From now on their backward passes leave the gradients in
-            their `gradient`, not in `.grad`; a table has one such optimizer.
-        defaults: of the one group of parameters.
-        every_row: move the rows too that were not read.
+            their `gradient`, not in `.grad`; a table can have only one such optimizer.
+        defaults: the settings of the one group of parameters.
+        every_row: also move the rows that were not read.
 
     Raises:
-        TypeError: there is something else than a table.
-        ValueError: a setting is not possible; a table has such an optimizer already.
+        TypeError: something is not a table.
+        ValueError: a setting is invalid; a table already has such an optimizer.
     """
 
     def __init__(self, tables: Iterable[Values], defaults: dict[str, Any], every_row: bool = False):
@@ -51,7 +51,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def move_rows(
         self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
     ) -> None:
-        """Move the rows of the gradient, and, rounded, those of the copy in half precision, if there is one."""
+        """Move the rows of the gradient and, if there is a copy in half precision, write them into it, rounded."""
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -62,12 +62,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 class RowSGD(RowOptimizer):
-    """Gradient descent over the rows that a step has read; no momentum, so that no step moves another one's rows, and
-    no state.
+    """Gradient descent over the rows that a step has read; no momentum, so that a step moves no other rows, and no
+    state.
 
     Args:
         tables: as for `RowOptimizer`.
-        lr: the learning rate. Rows move by it times their gradient, which is small: 2.0 in Lin et al. 2025.
+        lr: the learning rate. A row moves by `lr` times its gradient, which is small: 2.0 in Lin et al. 2025.
         weight_decay: decoupled, on the rows that a step updates.
     """
 
@@ -87,7 +87,7 @@ class RowSGD(RowOptimizer):
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What an optimizer (torch's Adam, or one of these) knows of a parameter before its first step."""
+    """The state of a parameter in an optimizer (torch's Adam, or one of these) before its first step."""
     if isinstance(optimizer, RowSGD):
         return {}
     fused = optimizer.defaults.get("fused", False)
@@ -105,8 +105,8 @@ def adam_rows(
     """One step of row Adam on the rows of a gradient.
 
     Args:
-        optimizer: whose state of the table this reads and changes.
-        group: that of its groups which the table is in: lr, betas, eps and weight_decay.
+        optimizer: its state of the table is read and changed.
+        group: the group of its parameters that the table is in: lr, betas, eps and weight_decay.
     """
     state = optimizer.state[values_KD]
     if not state:
@@ -135,26 +135,26 @@ class RowAdam(RowOptimizer):
     Each row's reads are summed on the way into its update, so that the gradient never exists as a whole; the cost of a
     step is proportional to the rows read, not to the table.
 
-    It differs from dense Adam (which the paper's authors ran) in rows that a step does not read. There, dense Adam
-    goes on decaying both moments and goes on moving the row by its momentum; row Adam does neither, so a slot that is
-    read again after a pause meets the moments of its last read. Where every row is read in every step the two are the
-    same. `every_row` gives dense Adam, at its cost of reading and writing the whole table and both moments in each
-    step, still without a dense gradient.
+    It differs from dense Adam (the default in the code of Lample et al. 2019) in rows that a step does not read. There,
+    dense Adam goes on decaying both moments and goes on moving the row by its momentum; row Adam does neither, so a
+    slot that is read again after a pause meets the moments of its last read. Where every row is read in every step the
+    two are the same. `every_row` gives dense Adam, at its cost of reading and writing the whole table and both moments
+    in each step, still without a dense gradient.
 
     The bias correction uses the step count of the whole table, as torch's SparseAdam does. The moments of a slot first
     read late are corrected for gradients that they have not seen: at the default betas its first read moves it by 1.00
-    of `lr` at step 106, by 2.5 at step 1,000 and by 3.15 at step 5,000. The second moment fills more slowly than the
-    first, so that the following reads move it farther, under a gradient that stays the same up to 6.6 of `lr` (the
-    twelfth). A correction by each row's own count of updates was no better (`recipes/pkm/README.md`).
+    times `lr` at step 106, by 2.5 times at step 1,000 and by 3.15 times at step 5,000. The second moment fills more
+    slowly than the first, so the following reads move it farther: under a constant gradient, by up to 6.6 times `lr`
+    (the twelfth). A correction by each row's own count of updates was no better (`recipes/pkm/README.md`).
 
-    A step uses up the gradients: a network's own `zero_grad` would not reach them.
+    A step clears the gradients: a network's own `zero_grad` would not reach them.
 
     Args:
         tables: the `values` of memories and of hash layers. From now on their backward passes leave the gradients in
-            their `gradient`, not in `.grad`; a table has one such optimizer.
+            their `gradient`, not in `.grad`; a table can have only one such optimizer.
         lr, betas, eps: as in Adam.
         weight_decay: decoupled, as in AdamW, on the rows that a step updates.
-        every_row: update the rows too that were not read.
+        every_row: also update the rows that were not read.
 
     Raises:
         TypeError, ValueError: as for `RowOptimizer`.
@@ -184,7 +184,7 @@ def check_settings(
     """Refuse what torch's Adam refuses.
 
     Raises:
-        ValueError: a setting is no number, or out of its range.
+        ValueError: a setting is not a number, or is out of its range.
     """
     found = [("lr", lr, inf), ("eps", eps, inf), ("weight_decay", weight_decay, inf)]
     found += [(f"betas[{index}]", beta, 1.0) for index, beta in enumerate(betas)]
@@ -194,10 +194,10 @@ def check_settings(
 
 
 def update_rows(table: Values, move: Callable[[Tensor, Tensor | None, RowGradient], None]) -> None:
-    """Update the rows of a table that backward passes have read, if any, and use up its gradient.
+    """Update the rows of a table that backward passes have read, if any, and clear its gradient.
 
     Args:
-        move: called with the table, its copy in half precision, if there is one, and its gradient: moves the rows.
+        move: moves the rows; called with the table, its copy in half precision (or None), and its gradient.
     """
     if table.gradient:
         copy_KD = table.fresh_copy()

@@ -40,11 +40,11 @@ from pkmlm.train.validation import validator
 
 
 def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: bool = False) -> int:
-    """Train a job in the run directory `output`, from its latest whole checkpoint if it has one; all ranks call this.
+    """Train a job in the run directory `output`, from its latest intact checkpoint if it has one; all ranks call this.
 
     Args:
-        resume: "auto", "must" (it needs a checkpoint) or "never" (it may have none).
-        quiet: nothing on standard error but warnings.
+        resume: "auto", "must" (there must be a checkpoint) or "never" (there must be none).
+        quiet: write nothing but warnings to standard error.
 
     Returns:
         the exit code: 0, or that of the signal on which training stopped with a checkpoint saved.
@@ -88,7 +88,7 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
         with world.collective_errors():
             if lead:
                 run.note(**asdict(outcome))
-                if outcome.exit_code == 0:  # nothing is left to do, which the file `done` says last of all
+                if outcome.exit_code == 0:  # nothing is left to do; the file `done`, written last, says so
                     run.refuse_replaced()
                     write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
@@ -117,7 +117,7 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
     if step:
         recipe_before = run.recipe()
         warnings = run.alterations() + change_warnings(recipe_before, recipe, run.facts(), facts)
-        # The run keeps the `train.init_from` that it did start from.
+        # The run keeps the `train.init_from` that it actually started from.
         recipe = replace(recipe, train=replace(recipe.train, init_from=recipe_before.train.init_from))
     run.unsign()
     remove_file(run.path / "done")  # before the recipe changes, by which `is_complete` knows whether all is done
@@ -149,7 +149,7 @@ def run_training(
     """Open the log, build the model, restore the latest checkpoint, and train.
 
     Args:
-        start: as of `initial_model`.
+        start: as in `initial_model`.
     """
     recipe = job.recipe
     groups = build_process_groups(world, recipe.parallel.memory)
@@ -184,7 +184,7 @@ def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups, sta
     """The model with the weights that a new run starts from.
 
     Args:
-        start: the step of the checkpoint of `train.init_from`; None: they are drawn from the seed.
+        start: the step of the checkpoint of `train.init_from`; None: draw the weights from the seed.
     """
     model = build_model(job.recipe, job.vocab_size, settings.device, groups, init_weights=start is None)
     if start is not None:
@@ -213,14 +213,14 @@ def explaining_failure(job: Job, settings: DeviceSettings, world: World) -> Iter
 
 @contextmanager
 def noting_failure(run: RunDirectory, world: World) -> Iterator[None]:
-    """Note a failure in run.json, by rank 0: its exit code, the step of the last checkpoint, and, where they are known,
-    whose error it was and what it said.
+    """Note a failure in run.json (rank 0 does): its exit code, the step of the last checkpoint and, where known, the
+    rank whose error it was and the message.
     """
     try:
         yield
     except BaseException as failure:
         if isinstance(failure, UserError | OSError) and world.rank == 0:
-            run.refuse_replaced()  # if it is, this is why a file was missing or seemed damaged, and nothing is noted
+            run.refuse_replaced()  # if it has been, that is why a file was missing or seemed damaged: note nothing
         status, exit_code, message = "failed", 1, None
         if isinstance(failure, UserError):
             status, exit_code = ("diverged" if failure.exit_code == 3 else "failed"), failure.exit_code
@@ -230,7 +230,7 @@ def noting_failure(run: RunDirectory, world: World) -> Iterator[None]:
         elif isinstance(failure, SystemExit):  # another rank has said why
             exit_code = int(failure.code or 0)
         if world.rank == 0:
-            with suppress(UserError):  # where this cannot be written either, the failure itself matters
+            with suppress(UserError):  # if this cannot be written either, the failure itself matters more
                 facts = {"status": status, "exit_code": exit_code, "rank": world.comm_stats.failed, "message": message}
                 run.note(**facts, step=max(run.steps(), default=0))
         raise

@@ -1,5 +1,5 @@
-"""Slot-wise fine-tuning: each step moves only those rows of the values that its own text reads more than others do
-(Lin et al. 2025, arXiv 2510.15103).
+"""Slot-wise fine-tuning: each step moves only those rows of the values that its own text reads more than other text
+does (Lin et al. 2025, arXiv 2510.15103).
 
 K: rows of a table; U: rows that a step reads; B: batches of the background.
 """
@@ -24,8 +24,8 @@ class TableBackground:
     """What a background says of one table, on its device.
 
     Attributes:
-        batches: that were counted (B).
-        read_by_K: int64, those that read each row.
+        batches: number of batches counted (B).
+        read_by_K: int64, number of batches that read each row.
         reads_K: int64, reads of each row.
     """
 
@@ -35,15 +35,15 @@ class TableBackground:
 
 
 class SlotChoice:
-    """Chooses anew, in each step, the rows of a model's tables of values that may move: of each table, the best.
+    """Chooses, in each step, the rows of a model's tables of values that may move: the best ones of each table.
 
     Args:
         recipe: its `finetune` says what makes a row good (see `best_rows`), and how many are chosen.
-        model: whose reads are counted; the optimizers of its tables have been made.
+        model: the model whose reads are counted; its tables must have their optimizers.
         background: of these tables; "count" needs none.
 
     Attributes:
-        counters: open while a step reads, at the positions that are scored, as in a background. (With
+        counters: count the reads of a step at the positions that are scored, as in a background. (With
             `train.recompute` each read counts twice, which changes no share.)
 
     Raises:
@@ -71,11 +71,11 @@ class SlotChoice:
 
 
 def best_rows(slots: SlotScore, counts_K: Tensor, top: int, background: TableBackground | None = None) -> Tensor:
-    """The rows with the highest scores among those that are read, best first, at most `top`; of equals the first ones.
+    """The rows with the highest scores among those that are read, best first, at most `top`; of ties, the first rows.
 
-    p being a row's share of the reads: count scores by p; tfidf by p log((B + 1) / (batches of B that read it + 1))
-    (Lin et al. 2025, sec. 3); kl by p log(p / q), where q is its share of the background's reads, each row having one
-    more (as we understand arXiv 2605.03229; the smoothing is ours).
+    With p a row's share of the reads, the score is p for count; p log((B + 1) / (batches of B that read it + 1)) for
+    tfidf (Lin et al. 2025, sec. 3); and p log(p / q) for kl, where q is its share of the background's reads, with one
+    read added to each row (as we understand arXiv 2605.03229; the smoothing is ours).
 
     Args:
         counts_K: int64, reads of each row in the step.

@@ -30,27 +30,27 @@ MOST_SKIPS = 20
 
 
 class TrainState:
-    """A model, its optimizers, its data, and how far its training is.
+    """A model, its optimizers, its data, and the progress of its training.
 
     Construction prepares the model as the recipe asks: it divides the dense parameters among the ranks, compiles the
     dense parts, and lets blocks recompute their activations.
 
     Args:
         recipe: how to train.
-        model: the model, on the device to train on; weights, gradients and moments are fp32 in each precision.
+        model: the model, on the device to train on; weights, gradients and moments are fp32 in every precision.
         batches: the training data.
         precision: "fp32", "bf16" or "fp16".
         process_groups: the ranks that take each step together; None: this process alone.
-        background: by which slots are chosen, where the recipe asks for that.
+        background: the counts by which slots are chosen, if the recipe asks for that.
 
     Raises:
-        UserError: the background is not of this model.
+        UserError: the background is not of this model; (exit code 1) torch.compile does not work on this machine.
 
     Attributes:
         param_groups: the parameters that move together, with their optimizers.
         slot_choice: which slots a step moves; None: all that it reads.
-        data_parallel: what to call for `model.loss` where several ranks train; None: nothing is to be summed.
-        scaler: the loss scaler, enabled in fp16 alone.
+        data_parallel: what to call instead of `model.loss` where several ranks train; None: there is nothing to sum.
+        scaler: the loss scaler, enabled only in fp16.
         progress: steps, tokens, seconds, and fp16 steps skipped in a row.
     """
 
@@ -110,7 +110,7 @@ def train_step(state: TrainState, step: int) -> StepResult:
         loss and gradient norms of the global batch: the same numbers on all ranks.
 
     Raises:
-        UserError: (exit code 3) the loss or a gradient is not finite and no smaller loss scale can mend it; the
+        UserError: (exit code 3) the loss or a gradient is not finite, and no smaller loss scale can help; the
             parameters are those of the step before.
     """
     world, scaler = state.process_groups.world, state.scaler
@@ -157,12 +157,13 @@ def train_step(state: TrainState, step: int) -> StepResult:
 
 
 def _accumulate_gradients(state: TrainState, step: int) -> Tensor:
-    """Accumulate the gradient of the mean over the global batch; return that mean, 0-d, detached. The mean is this
-    rank's share, a sum over its tokens; so are gradients of tables. Those of dense parameters are sums over all ranks.
+    """Accumulate the gradient of the mean loss over the global batch; return this rank's share of that mean, a sum over
+    its tokens: 0-d, detached. Gradients of tables are such shares, too; those of dense parameters are sums over all
+    ranks.
     """
     world, scaler = state.process_groups.world, state.scaler
     scored = state.batches.scored(step)
-    # By `scale`, and not `get_scale`: the former also makes the scaler's tensors, which unscaling needs.
+    # `scale` rather than `get_scale`: it also makes the scaler's tensors, which unscaling needs.
     loss_scale = float(scaler.scale(torch.ones((), device=state.device))) if scaler.is_enabled() else 1.0
     total = torch.zeros((), device=state.device)
     count, compute_loss = state.recipe.micro_batches(world.size), state.data_parallel or state.model.loss
@@ -189,8 +190,8 @@ def _loss_and_norms(state: TrainState, loss_share: Tensor) -> tuple[float, dict[
 
 
 def _adapt_loss_scale(state: TrainState, step: int, finite: bool, loss: float, norms: dict[str, float]) -> None:
-    """Let the loss scale grow or back off as torch's scaler does, but by one verdict for all groups: the scaler keeps
-    one for each, and none for tables.
+    """Let the loss scale grow or back off as torch's scaler does, but by one verdict for all groups: the scaler would
+    use one for each, and none for tables.
     """
     scaler, progress = state.scaler, state.progress
     scale, grown = scaler.get_scale(), scaler.state_dict()["_growth_tracker"] + 1

@@ -1,4 +1,4 @@
-"""Validation during training: perplexity, usage and a sample of text, on the model as it stands; and the running
+"""Validation during training: perplexity, usage and a sample of text, from the model as it is; and the running
 statistics of batch norms, recalibrated for its weights.
 """
 
@@ -27,8 +27,8 @@ def validator(
     """The function that measures the model on the valid split, as `pkmlm eval --split valid` would (but in the
     precision of training). It returns the numbers of a "valid" event, or None where a stop request cut it short.
 
-    Ranks that train together all call it, and get the same: each group that divides the tables takes its turn at the
-    batches, and none stops before the end.
+    All ranks that train together call it and get the same numbers: the groups of ranks that divide the tables take
+    turns at the batches, and none stops before the end.
 
     Args:
         say: gets a line with the sample of text that `eval.sample` asks for.
@@ -91,7 +91,7 @@ def recalibrate(state: TrainState, step: int) -> None:
     before = [norm.momentum for norm in norms]
     state.model.eval()
     for module in state.model.modules():
-        if isinstance(module, QueryBatchNorm | Values):  # whose ranks have tokens of their own
+        if isinstance(module, QueryBatchNorm | Values):  # only in training may ranks have different tokens
             module.train()
     first = step + 1 - -(-micro_batches // count)
     for number in range(micro_batches):

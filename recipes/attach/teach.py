@@ -1,15 +1,15 @@
-"""A memory taught to a finished model, beside its control: a dense layer of as many operations at the same places.
+"""Teach a memory to a finished model, beside its control: a dense layer with as many operations at the same places.
 
 Without --base, a small dense model is first trained on the demo's novels and exported; nothing is downloaded. Memory
 and control are then attached to it, and trained while the model itself is frozen. Both start from the same logits, and
-each trains at the best of its rates: the one with the lowest perplexity of the validation split, in the first seed. For
-each seed the control is trained on the memory's tokens, and again on as many as it reads in the memory's seconds.
+each trains at its best rate: the one with the lowest perplexity on the validation split, with the first seed. For each
+seed, the control is trained on as many tokens as the memory, and again on as many as it reads in the memory's time.
 
     python recipes/attach/teach.py -o taught
     python recipes/attach/teach.py -o taught --base exported --data tokens --tokens 1000000 --seeds 1 2 3
 
-It writes -o/results.json and -o/table.md, and prints the table. Rates fall to zero over each run. Seconds are those of
-steps that are timed in turn before training begins.
+It writes results.json and table.md into the -o folder and prints the table. Rates fall to zero over each run. Times
+are measured on steps of both, in turn, before training begins.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def command(*words):
 
 
 def make_base(folder, steps):
-    """The demo's dense model, trained and exported: the folders of the export and of its tokens."""
+    """Train and export the demo's dense model; return the folders of the export and of its tokens."""
     tokens, run, exported = folder / "tokens", folder / "base-run", folder / "base"
     if not tokens.exists():
         train, valid, test = (RECIPES / "demo" / f"{split}.txt.zst" for split in ("train", "valid", "test"))
@@ -58,7 +58,7 @@ def make_base(folder, steps):
 
 
 class Student:
-    """A copy of the model, with a memory or its control, which learns.
+    """A copy of the model, with a memory or its control to train.
 
     Args:
         kind: "memory" or "dense control".
@@ -92,13 +92,13 @@ class Student:
         optimizer.step()
 
     def perplexity(self, split):
-        """As `pkmlm eval`."""
+        """The perplexity of a split, as `pkmlm eval` computes it."""
         self.model.eval()
         documents = documents_of_split(open_split(str(self.data), split, self.tokenizer), self.tokenizer)
         return score(self.hosted, documents, self.tokenizer.eos).token_ppl
 
     def learn(self, lr, tokens):
-        """Train on about so many tokens; what came out."""
+        """Train on about `tokens` tokens; return what is measured."""
         steps = -(-tokens // (self.sequences * self.hosted.context))
         optimizer, warmup = self.optimizer(lr), min(self.arguments.warmup, steps)
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -115,21 +115,21 @@ class Student:
 
 
 def main():
-    """Read the arguments, teach with each seed, and write what came out."""
+    """Read the arguments, teach with each seed, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--base", type=Path, help="a model of transformers in a folder; default: one is trained")
-    parser.add_argument("--data", type=Path, help="tokens of its tokenizer, of `pkmlm tokenize`")
-    parser.add_argument("--base-steps", type=int, help="train the base for so many steps; default: the demo's 400")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="that the memory is trained on")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of initial weights and of batches")
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 3], help="blocks, counted from 1")
+    parser.add_argument("-o", "--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--base", type=Path, help="folder of a transformers model; default: one is trained")
+    parser.add_argument("--data", type=Path, help="tokens that `pkmlm tokenize` made with its tokenizer")
+    parser.add_argument("--base-steps", type=int, help="steps that the base is trained for; default: the demo's 400")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens that the memory is trained on")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds of initial weights and batches")
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 3], help="blocks to attach to, counted from 1")
     parser.add_argument("--memory", type=json.loads, default=MEMORY, help="a recipe's model.memory, as JSON")
     parser.add_argument(
         "--lrs", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="learning rates to choose from"
     )
-    parser.add_argument("--values-factor", type=float, default=4, help="the values' rate is so many times the others'")
-    parser.add_argument("--warmup", type=int, default=20, help="steps")
+    parser.add_argument("--values-factor", type=float, default=4, help="the values' rate, as a multiple of the others'")
+    parser.add_argument("--warmup", type=int, default=20, help="warm-up steps")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens per step")
     arguments = parser.parse_args()
     if (arguments.base is None) != (arguments.data is None):

@@ -1,12 +1,12 @@
-"""What a model learns of invented facts, and what it forgets: all parameters, values, slots, low-rank adapters.
+"""What a model learns of invented facts and forgets, training all parameters, values, slots or low-rank adapters.
 
     make demo                                                    # or any run with product keys, flat keys or experts
     python recipes/slotwise/facts.py demo/runs/product-key -o facts
 
 Each fact is an invented name with an animal, a colour or a place, and is stated in twelve ways: eight are trained on,
-two choose the best of three learning rates for each method, with the first seed, and two are reported. As many names
-that are never trained on show what the sentences alone give away. What is forgotten is told by the perplexity of the
-run's own test split.
+two choose the best of three learning rates for each method, with the first seed, and two are reported. As many other
+names, never trained on, show what the sentences alone give away. What is forgotten is measured by the perplexity of
+the run's own test split.
 
 It writes results.json (all runs), table.md and learnt-forgotten.png. Every method takes the same steps on the same
 batches and starts from the run's best checkpoint; the background of the slots is the run's train split.
@@ -85,7 +85,7 @@ SYLLABLES = ["bra", "dor", "fel", "gri", "hul", "jan", "kel", "lom", "mur", "nev
 
 
 class Fact(NamedTuple):
-    """An invented name, what it is asked about, and the answer, a word."""
+    """An invented name, the kind of fact, and the answer, one word."""
 
     name: str
     kind: str
@@ -102,7 +102,7 @@ class Method:
     label: str
     keys: tuple[str, ...]
     rates: tuple[float, float, float]
-    rank: int = 0  # of low-rank adapters, which alone then train
+    rank: int = 0  # of low-rank adapters; above 0, only they train
 
 
 VALUES = ("train.only=values", "optim.values.lr={rate}")
@@ -116,7 +116,7 @@ METHODS = {
 
 
 def invented(count: int, tokenizer: Tokenizer, rng: np.random.Generator) -> list[Fact]:
-    """Facts about as many names, no two alike, whose answers are single tokens of the tokenizer."""
+    """Facts about `count` different names, with answers that are single tokens."""
     words = {
         kind: [
             word for word in text.split() if len(tokenizer.encode(f"the {word}")) == len(tokenizer.encode("the")) + 1
@@ -134,7 +134,7 @@ def invented(count: int, tokenizer: Tokenizer, rng: np.random.Generator) -> list
 
 
 def write_tokens(facts: list[Fact], folder: Path, tokenizer: Path, rng: np.random.Generator) -> Corpus:
-    """The trained sentences, in eight random orders, as a train split."""
+    """Write the trained sentences, in eight random orders, as a train split."""
     sentences = [fact.sentence(number) + "." for fact in facts for number in range(TRAINED)]
     text = "\n".join("\n".join(rng.permutation(sentences)) for _ in range(8))
     make_folder(folder)
@@ -156,7 +156,7 @@ def write_tokens(facts: list[Fact], folder: Path, tokenizer: Path, rng: np.rando
 
 @torch.no_grad()
 def answered(model: Transformer, facts: list[Fact], numbers: range, tokenizer: Tokenizer) -> tuple[float, float]:
-    """Nats of the answer after each fact's sentences of these numbers, and how often it is the most likely token."""
+    """Mean nats of the answer over these sentences of each fact, and how often it is the most likely token."""
     rows = [[tokenizer.eos, *tokenizer.encode(fact.sentence(n))] for fact in facts for n in numbers]
     nats, right = [], []
     for start in range(0, len(rows), 64):
@@ -189,7 +189,7 @@ def adapt(model: Transformer, rank: int, seed: int) -> None:
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for module in list(model.modules()):
-        if isinstance(module, QueryBatchNorm):  # its statistics, too, whatever mode the model is put into
+        if isinstance(module, QueryBatchNorm):  # freeze its statistics, too, whatever mode the model is put into
             module.eval().train = lambda mode=True, norm=module: norm
     for module in [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]:
         parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank, generator))
@@ -206,7 +206,7 @@ class Trial:
 
 
 def measure(model: Transformer, run: LoadedRun, trial: Trial, old: Corpus, old_tokens: int) -> dict[str, float]:
-    """What is known of the facts, of those never seen, and of the old text."""
+    """How well the model knows the facts, those never seen, and the old text."""
     model.eval()
     choosing, reported = range(TRAINED, TRAINED + CHOOSING), range(TRAINED + CHOOSING, 12)
     perplexity = score(model, documents_of_split(old, run.tokenizer, old_tokens), run.tokenizer.eos)
@@ -245,7 +245,7 @@ def learn(
 
 
 def recipe_of(method: Method, rate: float, trial: Trial, run: LoadedRun, options: argparse.Namespace) -> Recipe:
-    """The recipe of the run, to fine-tune it."""
+    """The recipe of the run, changed to fine-tune it."""
     keys = [f"train.steps={options.steps}", f"train.batch_tokens={options.sequences * run.recipe.model.context}"]
     keys += [f"train.micro_batch={options.sequences}", f"train.seed={trial.seed}", f"finetune.top={options.top}"]
     keys += ["optim.schedule=constant", "optim.warmup_steps=0", "optim.values.schedule=constant", "optim.decay_steps=0"]
@@ -268,7 +268,7 @@ def mean(curves: list[list[dict[str, float]]]) -> list[dict[str, float]]:
 
 
 def best_rate(curves: dict[float, list[list[dict[str, float]]]]) -> float:
-    """The rate with the fewest nats on the sentences that choose, at the last step of the first seed."""
+    """The rate with the fewest nats on the choosing sentences, at the last step of the first seed."""
     return min(curves, key=lambda rate: curves[rate][0][-1]["choosing_nats"])
 
 
@@ -306,7 +306,7 @@ def table(results: dict[str, Any]) -> Table:
 
 @drawing
 def draw(folder: Path, results: dict[str, Any], look: Look) -> list[Path]:
-    """What is learnt over what is forgotten: the path of each method at its best rate, and the ends of its others."""
+    """What is learnt over what is forgotten: each method's path at its best rate, and its ends at the other rates."""
     figure, axes = look.plot("What is learnt of invented facts, and what that costs", 0.62)
 
     def place(points: list[dict[str, float]]) -> tuple[list[float], list[float]]:
@@ -337,14 +337,14 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for results, tokens and the picture")
     parser.add_argument("--data", help="the run's tokens; default: its recipe's data.dir")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="each with facts and an order of its own"
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds, each with its own facts and order"
     )
-    parser.add_argument("--facts", type=int, default=60, help="to learn; as many are never seen")
+    parser.add_argument("--facts", type=int, default=60, help="facts to learn; as many others are never seen")
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--sequences", type=int, default=8, help="of a step, each as long as the model's context")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences per step, each as long as the context")
     parser.add_argument("--top", type=int, default=2000, help="slots of each table that a step may move")
-    parser.add_argument("--batches", type=int, default=200, help="of the background")
-    parser.add_argument("--old-tokens", type=int, default=20_000, help="of the test split, to tell what is forgotten")
+    parser.add_argument("--batches", type=int, default=200, help="batches of the background")
+    parser.add_argument("--old-tokens", type=int, default=20_000, help="test tokens, to measure forgetting")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
 

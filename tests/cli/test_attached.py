@@ -169,7 +169,7 @@ def test_gpt2_of_transformers_with_its_own_tokenizer(tmp_path, novels):
 def test_a_wrong_base_is_refused(base, attached, trained, tmp_path, novels):
     text = ["--text", novels / "test.txt"]
     assert "is for an attached memory" in pkmlm("eval", base, "--base", base, *text, code=2).stderr
-    assert "no folder of a model" in pkmlm("eval", attached / "new", "--base", tmp_path, *text, code=2).stderr
+    assert "not a model's folder" in pkmlm("eval", attached / "new", "--base", tmp_path, *text, code=2).stderr
     broken = tmp_path / "broken"
     for change in ({"vocab_size": 32}, {"dim": "wide"}, None):
         shutil.copytree(base, broken)

@@ -54,7 +54,7 @@ def test_a_torch_that_does_not_import_is_broken(tmp_path: Path) -> None:
         ("versions", "psutil", None, "psutil", True),
         ("torch", "kernels_lack", ["A", "B"], "A and no B", True),
         ("disk", "free_bytes", GIGA, "1.0 GB of disk", False),
-        ("disk", "writable", False, "cannot write in ", False),
+        ("disk", "writable", False, "cannot write to ", False),
         ("machine", "memory_free_bytes", GIGA // 2, "0.5 GB of memory", False),
     ],
 )

@@ -293,7 +293,7 @@ def test_mistakes_are_told_in_one_line(run, rows, tmp_path):
     assert "--stride" in told("--tasks", "wsc", "--task-data", rows, "--stride", 4)
     taken = tmp_path / "taken.jsonl"
     taken.write_text("mine")
-    assert "exists already" in told("--tasks", "wsc", "--task-data", rows, "--log-samples", taken)
+    assert "already exists" in told("--tasks", "wsc", "--task-data", rows, "--log-samples", taken)
     assert taken.read_text() == "mine"
     bad = write_rows(tmp_path / "bad", "piqa")
     with (bad / "piqa.jsonl").open("a") as file:

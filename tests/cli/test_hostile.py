@@ -129,7 +129,7 @@ def test_only_proven_damage_is_moved_aside(begun, copy):
     manifest.unlink()
     os.mkfifo(manifest)  # cannot be read, like a file of another user
     said = on(begun, copy, "-s", "train.steps=9", code=1).stderr
-    assert re.match(r"error: cannot read .*manifest.json: it is no regular file\n", said)
+    assert re.match(r"error: cannot read .*manifest.json: it is not a regular file\n", said)
     manifest.unlink()
     assert RunDirectory(copy).steps() == [4, 8]
     manifest.write_text(stored)

@@ -411,7 +411,7 @@ def test_a_sweep_has_read_its_base_recipe_once(grid, tmp_path):
 def test_a_cell_on_each_device(grid, tmp_path, monkeypatch):
     folder = tmp_path / "swept"
     said = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", "--jobs", 3, code=2).stderr
-    assert "--jobs 3: found 2 devices (expected one a job)" in said
+    assert "--jobs 3: found 2 devices (expected one per job)" in said
     assert not folder.exists()
     for name in ("none_seed-1", "256_seed-1"):  # these cells fail before anything is started
         (folder / "cells" / name).mkdir(parents=True)
@@ -457,7 +457,7 @@ def test_each_command_has_a_device_of_its_own(grid, tmp_path):
     runner.run(Cells(read_grid(grid)[0], base, ["train.steps=5000"]), ended.append, tick)
     assert [(outcome.status, outcome.exit_code) for outcome in ended] == [("failed", 1)] * 3
     assert {outcome.message for outcome in ended} == {
-        "pkmlm train was killed (SIGKILL): if nobody did it, memory ran out"
+        "pkmlm train was killed (SIGKILL): if nobody killed it, memory ran out"
     }
     *first, third = given.values()
     assert sorted(first) == [b"4", b"5"]

@@ -209,7 +209,7 @@ def test_standard_input_has_a_format(texts):
 def test_nothing_is_overwritten_without_force(texts):
     tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "out")
     before = (texts / "out/index.json").read_bytes()
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         tokenize(texts / "test.txt", "--vocab-size", 320, "-o", texts / "out")
     assert (texts / "out/index.json").read_bytes() == before
     tokenize(texts / "test.txt", "--vocab-size", 320, "-o", texts / "out", "--force")
@@ -228,7 +228,7 @@ def test_force_replaces_nothing_but_tokens(texts):
     (texts / "out").mkdir()
     (texts / "out/thesis.tex").write_text("years of work")
     (texts / "file").write_text("x")
-    for place, message in (("out", r"holds 'thesis\.tex'"), ("file", "is a file"), ("file/out", "file is no folder")):
+    for place, message in (("out", r"holds 'thesis\.tex'"), ("file", "is a file"), ("file/out", "is not a folder")):
         with pytest.raises(UserError, match=message):
             tokenize(texts / "train.txt", "-o", texts / place, "--force")
     assert (texts / "out/thesis.tex").read_text() == "years of work"

@@ -322,7 +322,7 @@ def test_a_run_that_cannot_begin_leaves_nothing(tmp_path, write_recipe):
 
 def test_resume_is_of_a_run_directory(tmp_path, write_recipe):
     said = pkmlm("train", write_recipe(tmp_path, "dense"), "--dry-run", "--resume", "must", code=2).stderr
-    assert "--resume must goes with a run directory" in said
+    assert "--resume must is given without a run directory" in said
 
 
 def test_a_text_that_is_read_more_than_twenty_times_is_warned_of(tmp_path, write_recipe, tokens):

@@ -236,11 +236,11 @@ def test_errors_are_one_line(run_of: Callable[[str], Path], tmp_path: Path) -> N
         ([run, "--split", "unknown"], "unknown"),
         ([run, "--format", "xml"], "xml"),
         ([run, "--html", tmp_path / "one", "--export", tmp_path / "one"], str(tmp_path / "one")),
-        ([run, "--batches", 9], "--batches goes with --background"),
-        ([run, "--batch-tokens", 64], "--batch-tokens goes with --background"),
-        ([run, "--base", run], "--base goes with an attached memory"),
-        ([run, "--background", tmp_path / "b.npz", "--base", run], "--base goes with an attached memory"),
-        ([run, "--background", tmp_path / "b.npz", "--plot-width", 3], "--plot-width goes with --plots"),
+        ([run, "--batches", 9], "--batches requires --background"),
+        ([run, "--batch-tokens", 64], "--batch-tokens requires --background"),
+        ([run, "--base", run], "--base requires an attached memory"),
+        ([run, "--background", tmp_path / "b.npz", "--base", run], "--base requires an attached memory"),
+        ([run, "--background", tmp_path / "b.npz", "--plot-width", 3], "--plot-width requires --plots"),
         ([], "RUN"),
     ):
         done = pkmlm("usage-report", *arguments, code=2)

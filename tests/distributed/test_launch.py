@@ -213,4 +213,4 @@ def test_a_strange_environment_is_told_before_anything_is_started(recipe, tmp_pa
 def test_another_launcher_has_started_another_number(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     error = pkmlm("train", recipe, "-o", tmp_path / "run", "--nproc", 2, code=2).stderr
-    assert "error: --nproc 2 within a launcher that has started 3 processes" in error
+    assert "error: --nproc 2 under a launcher that has started 3 processes" in error

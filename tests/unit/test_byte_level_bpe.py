@@ -124,5 +124,5 @@ def test_text_that_only_this_tokenizer_loses_is_named(theirs):
 def test_a_file_of_any_size_is_refused_before_it_is_read(tmp_path, monkeypatch, theirs):
     theirs.save(str(tmp_path / "my.json"))
     monkeypatch.setattr(front, "LARGEST", 1000)
-    with pytest.raises(UserError, match=r"my\.json has more than 1,000 bytes"):
+    with pytest.raises(UserError, match=r"my\.json is too large for a tokenizer \(expected at most 1,000 bytes\)"):
         Tokenizer.load(tmp_path / "my.json")

@@ -336,7 +336,7 @@ def test_too_large_a_run_is_warned_of(ground):
     said = ground.train(
         "product-key", ground.folder / "too-large", "-s", "model.memory.num_keys=46340", code=1, memory=1 << 30
     ).stderr
-    warning = r"warning: step 0: training needs about [\d,]{7,} MB, [\d,]+ MB are free: lower model\.memory\.num_keys"
+    warning = r"warning: step 0: training needs about [\d,]{7,} MB; [\d,]+ MB are free: lower model\.memory\.num_keys"
     assert re.search(warning, said)
     assert "error: the model does not fit into memory" in said
     dry = ground.train(

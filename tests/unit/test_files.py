@@ -111,7 +111,7 @@ def test_a_killed_process_s_leftovers_are_deleted_and_no_others(tmp_path):
 
 def test_a_folder_that_appeared_meanwhile_is_not_replaced_unasked(tmp_path):
     appeared = tmp_path / "out"
-    told = pytest.raises(UserError, match=r"\S+/out is there already\Z")
+    told = pytest.raises(UserError, match=r"\S+/out already exists\Z")
     with told as error, writing_folder(tmp_path / "out"):
         make_folder(appeared)
         write_text(appeared / "theirs", "")
@@ -256,9 +256,9 @@ def test_pipes_and_devices_are_neither_replaced_nor_waited_for(tmp_path):
         assert told.value.exit_code == 1
     assert pipe.is_fifo()
     assert not leftovers(tmp_path)
-    with pytest.raises(UserError, match=r"cannot read the notes \S+pipe: it is no regular file"):
+    with pytest.raises(UserError, match=r"cannot read the notes \S+pipe: it is not a regular file"):
         read_json(pipe, "the notes")
-    with pytest.raises(UserError, match=r"cannot read \S+pipe: it is no regular file"):
+    with pytest.raises(UserError, match=r"cannot read \S+pipe: it is not a regular file"):
         sha256_of(pipe)
     with pytest.raises(UserError, match=r"cannot write /dev/null"), writing(Path("/dev/null")):
         pass

@@ -165,7 +165,7 @@ def test_batches_are_halved_where_memory_runs_out(run, adapter):
     texts = ask("loglikelihood_rolling", ("He went away " * 20,))
     assert small.loglikelihood_rolling(texts) == pytest.approx(adapter.loglikelihood_rolling(texts))
     model.most = 2
-    with pytest.raises(UserError, match="memory does not suffice") as error:
+    with pytest.raises(UserError, match="not enough memory") as error:
         small.loglikelihood(ask("loglikelihood", *pairs))
     assert error.value.exit_code == 1
 

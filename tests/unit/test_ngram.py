@@ -384,7 +384,7 @@ def test_a_map_that_is_not_the_runs_is_refused(tmp_path, trained, monkeypatch):
         ("rows=0", "1 or more"),
         ("orders=[]", "one order or more"),
         ("orders=[2, 2]", "each once"),
-        ("fusion=add", "found 8, and fusion add adds rows .expected 32"),
+        ("fusion=add", "found 8, but fusion add adds rows .expected 32"),
         ("rows=1073741827", "at most 2.31 rows in a layer"),
     ],
 )

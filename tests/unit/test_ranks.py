@@ -138,7 +138,7 @@ def test_a_time_to_wait_is_a_number_of_seconds(monkeypatch, text):
 @pytest.mark.parametrize("text", ["", "two", "0", "9" * 5000])
 def test_a_launcher_has_started_a_whole_number_of_processes(monkeypatch, text):
     monkeypatch.setenv(SIZE, text)
-    with pytest.raises(UserError, match=r"WORLD_SIZE: found '.*expected how many processes"):
+    with pytest.raises(UserError, match=r"WORLD_SIZE: found '.*expected the number of processes"):
         launched_processes()
 
 

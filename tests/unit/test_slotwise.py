@@ -285,7 +285,7 @@ def test_a_file_that_is_no_background_is_refused(trained, background_of, tmp_pat
     for file, code, told in (
         ("altered.npz", 1, "has been altered"),
         ("unsigned.npz", 1, "has been altered"),
-        ("other.npz", 2, "is no background"),
+        ("other.npz", 2, "is not a background"),
         ("none.npz", 1, "missing"),
         (background_of("flat-key"), 2, "has 64 slots of blocks.1.parts.memory.values (expected 256)"),
         (background_of("memory-plus"), 2, "has 0 slots of blocks.1.parts.memory.values"),

@@ -205,7 +205,7 @@ def test_definitions_without_what_scoring_needs(tmp_path):
     path = tmp_path / "mine.yaml"
     for text, said in (
         ("output_type: multiple_choice\n", "no key 'task'"),
-        ("task: mine\n", "a task of generate_until"),
+        ("task: mine\n", "output_type generate_until"),
         ("task: mine\noutput_type: multiple_choice\ndataset_path: json\n", "nothing to score"),
         ("task: mine\noutput_type: loglikelihood_rolling\ntest_split: test\n", "'doc_to_text'"),
         (OWN.replace("doc_to_choice", "doc_to_text").replace("[x, y]", "q"), "'doc_to_choice'"),

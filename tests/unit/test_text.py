@@ -383,7 +383,7 @@ def test_bad_parquet_is_named(tmp_path):
     whole = path.read_bytes()
     for data in (b"", whole[:-10], b"PAR1" + whole[100:], b"not parquet at all"):
         path.write_bytes(data)
-        refused("not a whole parquet file")
+        refused("not a complete parquet file")
 
 
 # Finding sources

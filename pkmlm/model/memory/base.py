@@ -23,15 +23,14 @@ class UsageTap(nn.Module):
 
     Attributes:
         layer: the block, counted from 1.
-        name: "memory"; "ngram"; of hash layers "qkv", "ffn1" and "ffn2", or "hash" where somebody else's network holds
-            it.
+        name: "memory"; "ngram"; for hash layers "qkv", "ffn1" and "ffn2", or "hash" outside of this package's models.
         kind: of the memory: "product-key", "flat-key", "peer", "hash" or "ngram".
         slots: rows of the memory's table; of all tables together for hash layers.
         heads: memory heads, or tables.
-        shared: whether all heads read the same slots. Otherwise each has a table of its own: head h the rows from
+        shared: whether all heads read the same slots. Otherwise each has its own table: head h has the rows from
             h * slots / heads up to (h + 1) * slots / heads.
         residual: whether what the memory makes of its rows is added to the residual stream.
-        pool: the layers that read the same table, this one among them; empty: the table is this memory's alone.
+        pool: the layers that read the same table, including this one; empty: only this memory reads the table.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class UsageTap(nn.Module):
     def forward(self, slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor]:
         """Slots read (int64, below `slots`) and their weights (floating), unchanged.
 
-        The weights are those that the scores make: no function of the token's input, as an expert's answer, is in them.
+        The weights come from the scores alone: they contain nothing else of the token, such as an expert's activation.
         """
         return slots_NHk, weights_NHk
 
@@ -61,18 +60,18 @@ class UsageTap(nn.Module):
 class SparseMemory(nn.Module, ABC):
     """A layer that reads a few rows of a large table for each token.
 
-    What a new kind of memory defines here is all that the model's cost, the usage counters and the optimizer look at:
-    its reads go through `tap`, its rows are the `values`, which name the parameter group that they train in. Its
-    constructor ends with `reset_parameters`, so that a layer made by hand is ready to use.
+    The model's cost, the usage counters and the optimizer look only at what a memory defines here: its reads go through
+    `tap`; its rows are the `values`, which state the parameter group that they train in. Its constructor ends with
+    `reset_parameters`, so that a layer made by hand is ready to use.
 
     Attributes:
         tap: sees the slots and weights of all reads.
         values: the table.
         reads: rows that one token reads, of each table.
-        outputs: sums that are taken of them, each of as many rows.
+        outputs: sums that are taken of them, each of equally many rows.
         weighted: whether reads have weights of their own; otherwise each weighs 1.
-        scores_per_query: scores that a search for slots makes for one query of one head; 0: it does not search.
-        sign: that of the factor by which the layer's output reaches the residual stream, 1 or -1.
+        scores_per_query: scores that a search for slots computes for one query of one head; 0: it does not search.
+        sign: the sign of the factor by which the layer's output reaches the residual stream, 1 or -1.
     """
 
     tap: UsageTap
@@ -93,27 +92,27 @@ class SparseMemory(nn.Module, ABC):
             initialise(self, int(torch.randint(2**63 - 1, (), device="cpu")))
 
     def read_tables(self) -> list[Values]:
-        """The tables that it reads, in their order; a pool's, too, which the model owns."""
+        """The tables that it reads, in order, including those of a pool, which the model owns."""
         return [self.values]
 
     @property
     def gated(self) -> bool:
-        """Whether the input, by a gate, decides how much of each entry of the values' sum gets through."""
+        """Whether a gate, computed from the input, multiplies each entry of the values' sum."""
         return getattr(self, "gate", None) is not None
 
     def answer(self, slots_S: Tensor) -> Tensor:
-        """What rows of `values`, given by number, add to the layer's output where they are read with weight 1 and no
-        gate, but for what any row adds: (S, D).
+        """What rows of `values`, given by number, add to the layer's output when read with weight 1 and without a gate,
+        apart from a bias: (S, D).
         """
         return self.values.rows(slots_S)
 
     @abstractmethod
     def flops_per_token(self) -> int:
-        """Multiply-adds of a forward beside those of linear maps: with keys, codes and rows of the table."""
+        """Multiply-adds of a forward besides those of linear maps: with keys, codes and rows of the table."""
 
     @abstractmethod
     def saved_per_token(self) -> int:
-        """Numbers that autograd keeps for the backward, beside the input and output: an estimate."""
+        """Numbers that autograd keeps for the backward, besides the input and output: an estimate."""
 
 
 def memories(model: nn.Module) -> list[SparseMemory]:
@@ -132,7 +131,7 @@ def uncompiled(
     """Decorate a layer's forward so that torch.compile leaves it as it is.
 
     Tracing it would fail in numba's dispatcher, and miss hooks that are registered on the tap later. `disable` imports
-    the compiler, which takes seconds: it is called while tracing only.
+    the compiler, which takes seconds, so it is called only while tracing.
     """
 
     @functools.wraps(forward)

@@ -34,12 +34,12 @@ class HashLayer(SparseMemory):
     """One Memory Layer: y = sum over tables k of p(z_k) * T_k[h(z_k)] (eq. 8 to 13), in place of a linear map.
 
     The input is cut into K = D / b chunks; the signs of a chunk are the code of its bucket. The tables start at a size
-    that gives the output of a linear map with weights N(0, 0.02^2), GPT-2's (the paper does not say): with p about 0.13
-    at 8 bits, entries of 0.02 would start the layer nearly dead. The larger start of the other maps (`linear_std`) cost
-    a model of width 128 0.33 nats.
+    that makes the output as large as that of a linear map with weights N(0, 0.02^2), GPT-2's (the paper does not say):
+    with p about 0.13 at 8 bits, entries of 0.02 would start the layer nearly dead. The larger start of the other maps
+    (`linear_std`) cost a model of width 128 0.33 nats.
 
-    The authors' released code adds a bias, drawn from N(0, 0.001^2), to the output, which eq. 13 does not have; and its
-    blocks begin with an RMSNorm, where ours have a LayerNorm, as the paper's argument for the signs' balance asks for.
+    The authors' released code adds a bias, drawn from N(0, 0.001^2), to the output, which eq. 13 does not have. Its
+    blocks begin with an RMSNorm; ours begin with a LayerNorm, which the paper's argument for balanced signs requires.
 
     It maps (B, T, dim) to (B, T, width), is drawn from torch's generator when it is constructed (by `build_model` from
     the recipe's seed), and holds its tables one below the other in `values.weight_KD` (K * 2^b, W).
@@ -51,11 +51,11 @@ class HashLayer(SparseMemory):
         temperature: t of the score p(z), above 0: the smaller, the closer p is to 1.
         score: "paper", p(z); or "scaled", sum|z| * p(z), as in the paper's released code.
         share: the initial size of the output over that of the linear map (residual branches start smaller).
-        layer: the block that it stands in, counted from 1, for the usage report.
+        layer: the block that it is in, counted from 1, for the usage report.
         name: which hash layer of the block, for the usage report: "qkv", "ffn1", "ffn2", or any other text.
 
     Raises:
-        ValueError: an argument is out of its range, or `dim` is no multiple of `bits`.
+        ValueError: an argument is out of its range, or `dim` is not a multiple of `bits`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class MemoryBlock(nn.Module):
     Args:
         dim: model width, a multiple of `spec.bits`.
         spec: the recipe's section.
-        layer, share: as for `HashLayer`; `share` is of the second layer.
+        layer, share: as for `HashLayer`; `share` is that of the second layer.
     """
 
     def __init__(self, dim: int, spec: Hash, layer: int, share: float):

@@ -32,13 +32,13 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class KeyMemory(SparseMemory):
-    """m(x) = sum over heads and their k best slots of w * v, w the softmax of their scores, unless
-    `scores` says otherwise (Lample et al. 2019, eq. 1 to 3).
+    """m(x) = sum over heads and their k best slots of w * v, where w is the softmax of their scores, unless `scores`
+    says otherwise (Lample et al. 2019, eq. 1 to 3).
 
     All heads share the values, which start at N(0, 1/V) (not in the paper; the authors' released choice). Without the
-    softmax k weights are not shares of 1, but some 1 each: then values start at N(0, 1/(k^2 V)) (our choice). What is
-    added to the stream is m, W2 m where a value has another width than the model, or, with a gate, W2 (m * silu(W1 x))
-    (Berges et al. 2024); W1 and W2 start at N(0, 1/D), their biases at 0.
+    softmax, the k weights do not sum to 1 but are about 1 each; values then start at N(0, 1/(k^2 V)) (our choice). What
+    is added to the stream is m; or W2 m, if values and model differ in width; or, with a gate, W2 (m * silu(W1 x))
+    (Berges et al. 2024). W1 and W2 start at N(0, 1/D), their biases at 0.
     """
 
     kind: ClassVar[Kind]
@@ -66,25 +66,25 @@ class KeyMemory(SparseMemory):
 
         Args:
             dim: width of the input and of the output (D).
-            num_keys: n, the root of the number of slots: product keys have n sub-keys in either half, flat keys n^2.
+            num_keys: n, the square root of the number of slots; there are n sub-keys in each half, or n^2 flat keys.
             heads: queries of a token (H); each head has its own keys, and all share the values.
             topk: slots that a head reads for a token (k), at most as many as it has keys (product keys: sub-keys of
                 a half).
-            key_dim: width of a query (q). A sub-key has half of it, so it is even; a flat key has all of it.
-            query: from input to queries: "linear", one map; "mlp", two with a ReLU between, the hidden layer of width
-                `dim` being the same for all heads.
+            key_dim: width of a query (q), and of a flat key; even for product keys, whose sub-keys have half of it.
+            query: from input to queries: "linear", one map; "mlp", two with a ReLU between, whose hidden layer of width
+                `dim` all heads share.
             query_norm: "batch" normalises each of the H * q entries over the tokens of a forward (in evaluation: by
                 running statistics), "layer" and "rms" each query by itself, "none" nothing.
-            key_norm: "rms" normalises each key, and the part of a query that meets it; "none" nothing.
-            scores: what makes weights of the k scores of a head: "softmax", "relu", or "none": they are the weights.
+            key_norm: "rms" normalises each key, and the part of a query that is compared with it; "none" nothing.
+            scores: what turns the k scores of a head into weights: "softmax", "relu", or "none" (they are the weights).
             value_dim: width of a value (V); None: `dim`.
-            gate: "silu" multiplies the sum of the values, entry by entry, by silu(W1 x); "none" by nothing.
-            pool: tables to read, of `new_tables`, which somebody else owns; None: the memory has its own.
-            layer: the block that it stands in, counted from 1, for the usage report.
+            gate: "silu" multiplies the sum of the values, entry by entry, by silu(W1 x); "none" does not.
+            pool: tables to read, made by `new_tables` and owned by another module; None: the memory has its own.
+            layer: the block that it is in, counted from 1, for the usage report.
             momentum: weight of one forward in the running statistics of "batch", 0 to 1.
 
         Raises:
-            ValueError: an argument is out of its range or none of the choices, or sizes do not fit one another.
+            ValueError: an argument is out of its range or not one of the choices, or sizes do not match.
         """
         super().__init__()
         if dim < 1:
@@ -117,10 +117,10 @@ class KeyMemory(SparseMemory):
         if pool is None:
             for name, table in self.new_tables(dim, memory).items():
                 self.add_module(name, table)
-        else:  # plain attributes: no modules of this layer, which would store and train them once more
+        else:  # plain attributes: as modules of this layer, they would be stored and trained once more
             with torch.device("meta"):
                 expected = shapes_of(self.new_tables(dim, memory))
-            if (found := shapes_of(dict(pool.named_children()))) != expected:  # kernels look at no bounds
+            if (found := shapes_of(dict(pool.named_children()))) != expected:  # kernels check no bounds
                 raise ValueError(f"pool: found tables {found} (expected {expected})")
             self.__dict__.update(pool.named_children())
         self.make_keys(memory)
@@ -132,14 +132,14 @@ class KeyMemory(SparseMemory):
 
     @classmethod
     def new_tables(cls, dim: int, memory: Memory) -> dict[str, Values]:
-        """The tables of a memory, or of several, by the attributes that hold them, without initial weights."""
+        """The tables of a memory, or of several, by the names of their attributes, without initial weights."""
         width = memory.value_dim or dim
         share = 1 if memory.scores == "softmax" else 1 / memory.topk
         return {"values": Values(memory.slots, width, std=share * width**-0.5, group="values")}
 
     @abstractmethod
     def make_keys(self, memory: Memory) -> None:
-        """Make the parameters of the keys, with their shapes; the only parameters that are the layer's own."""
+        """Make the parameters of the keys: the only ones that this module holds itself, not in a submodule."""
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {name: Uniform(keys_f.shape[-1] ** -0.5) for name, keys_f in self.named_parameters(recurse=False)}
@@ -170,7 +170,7 @@ class KeyMemory(SparseMemory):
         return self.values(slots_Nr, weights_Nr)
 
     def answer(self, slots_S: Tensor) -> Tensor:
-        """W2 of the rows."""
+        """The rows, mapped by W2 if there is one."""
         rows_SV = super().answer(slots_S)
         return rows_SV if self.output is None else linear(rows_SV, self.output.weight)
 
@@ -194,11 +194,12 @@ def shapes_of(tables: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
 
 
 class RMSKeyNorm(nn.Module):
-    """Root-mean-square normalisation of every key and of the part of a query that meets it, with a learnt gain each.
+    """Root-mean-square normalisation of every key and of the part of a query that is compared with it, with a learnt
+    gain for each.
 
-    The gains start at f^-0.4, so that scores start at a standard deviation of f^-0.3: two vectors of unit entries would
-    have products of sqrt(f), and the softmax would be one-hot. (Berges et al. 2024 name the normalisation and no start;
-    this is that of UltraMemV2's released code, arXiv 2508.18756.)
+    The gains start at f^-0.4, so that scores start at a standard deviation of f^-0.3: with gains of 1 it would be
+    sqrt(f), and the softmax one-hot. (Berges et al. 2024 give no start; this is that of UltraMemV2's released code,
+    arXiv 2508.18756.)
 
     Args:
         width: entries of a key (f).
@@ -214,7 +215,7 @@ class RMSKeyNorm(nn.Module):
         return {"query_gain_f": start, "key_gain_f": start}
 
     def forward(self, q_NHq: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (N, H, q), of which each f entries meet one key, and keys (..., f), both in fp32 or wider, normed."""
+        """Normalised queries (N, H, q), f entries at a time, and keys (..., f), both in fp32 or wider."""
         width = self.key_gain_f.shape
         q_NHjf = rms_norm(q_NHq.unflatten(-1, (-1, *width)), width, self.query_gain_f, RMS_EPSILON)
         return q_NHjf.flatten(2), rms_norm(keys, width, self.key_gain_f, RMS_EPSILON)
@@ -242,7 +243,7 @@ class ProductKeyMemory(KeyMemory):
 
 
 class FlatKeyMemory(KeyMemory):
-    """A memory of num_keys^2 slots, each of which has a whole key for each head (table 4).
+    """A memory of num_keys^2 slots, each of which has its own key for each head (table 4).
 
     A search takes O(slots), not O(sqrt(slots)). The parameters are `keys_HKq`, those of the `query` network, and the
     values, `values.weight_KD` (n^2, D).

@@ -1,5 +1,5 @@
 """N-gram memories: tables whose rows are found by a hash of the last tokens (Cheng et al. 2026, "Engram", arXiv
-2601.07372); and the lite form that adds the rows alone to the stream (nanochat, modded-nanogpt).
+2601.07372); and the lite form that adds only the rows to the stream (nanochat, modded-nanogpt).
 
 B: sequences; T: new positions; S: all positions so far; N: tokens (B * T); D: model width; G: largest order; H: tables
 (orders * heads); P: rows of a table; e: width of a row; V: vocabulary; i: taps of the convolution.
@@ -27,10 +27,10 @@ GATE_FLOOR = 1e-6  # below it the root of a gate's score is constant, so that it
 
 
 class History(Protocol):
-    """Keeps what depends on positions before."""
+    """Keeps what depends on earlier positions."""
 
     def append(self, name: str, x_BT: Tensor) -> Tensor:
-        """Keep new positions, (B, T, ...), under a name; returns all of its positions so far, (B, S, ...)."""
+        """Keep new positions, (B, T, ...), under a name; return all of its positions so far, (B, S, ...)."""
 
 
 class Past(NamedTuple):
@@ -41,9 +41,9 @@ class Past(NamedTuple):
 
     Attributes:
         ids_BTG: canonical ids of the token itself, the one before it, and so on; 0: there is none.
-        places_BTj: where the token itself stands, counted from 1 among all positions so far, then the one before it,
+        places_BTj: the place of the token itself, counted from 1 among all positions so far, then of the one before it,
             and so on; 0: there is none.
-        cache: holds what the layers have made of the positions before; None: all positions are new.
+        cache: holds what the layers have computed for earlier positions; None: all positions are new.
     """
 
     ids_BTG: Tensor
@@ -52,15 +52,15 @@ class Past(NamedTuple):
 
 
 class NGramIds(nn.Module):
-    """Finds, once a forward, what all n-gram memories of a model need to know of the tokens.
+    """Finds, once per forward, what all n-gram memories of a model need to know about the tokens.
 
     Args:
         vocab_size: V.
         spec: the recipe's section.
 
     Attributes:
-        canonical_V: the canonical id of each token, see `pkmlm.data.canonical`; 0: the token begins a document. Each is
-            its own until training sets the tokenizer's, which a checkpoint holds.
+        canonical_V: the canonical id of each token, see `pkmlm.data.canonical`; 0: the token begins a document. It is
+            the token's own number until training sets the tokenizer's, which a checkpoint holds.
     """
 
     canonical_V: Tensor
@@ -81,11 +81,11 @@ class NGramIds(nn.Module):
         layout: AttentionLayout | None,
         mask_BS: Tensor | None = None,
     ) -> Past:
-        """What stands before each token.
+        """The tokens before each token.
 
         Args:
             tokens_BT, cache, layout: those of `Transformer.hidden`.
-            mask_BS: which positions so far are tokens, and no padding; None: all.
+            mask_BS: which positions so far are tokens, not padding; None: all.
         """
         ids_BS = self.canonical_V[tokens_BT]
         if cache is not None:
@@ -99,7 +99,7 @@ class NGramIds(nn.Module):
             parent_BSS = layout.mask_BTT & (at_BS[:, None, :] == at_BS[:, :, None] - 1)
             before_BS = (parent_BSS * places_S).sum(-1)
         before_BS = before_BS.masked_fill(ids_BS == 0, 0)
-        if mask_BS is not None:  # padding is nothing that a token could see
+        if mask_BS is not None:  # no token sees padding
             before_BS = before_BS * pad(mask_BS[:, :-1].bool(), (1, 0))
         before_BZ, ids_BZ = (pad(x_BS, (1, 0)) for x_BS in (before_BS, ids_BS))  # from place 0 on
         place_BT = places_S[total - tokens_BT.shape[1] :].expand_as(tokens_BT)
@@ -113,15 +113,15 @@ class NGramIds(nn.Module):
 class NGramMemory(SparseMemory):
     """Adds to the stream what its tables hold for the last 1 to G tokens.
 
-    The row of a table is (c[t] m[0] XOR c[t-1] m[1] ... ) mod P (sec. 2.2), c being canonical ids and m odd multipliers
-    of the table's own, as many as its order; where there is no token, c is 0. Products stay below 2^63: ids are below
+    The row of a table is (c[t] m[0] XOR c[t-1] m[1] ... ) mod P (sec. 2.2), where c are canonical ids and m the table's
+    own odd multipliers, as many as its order; where there is no token, c is 0. Products stay below 2^63: ids are below
     2^31, multipliers below 2^32. (Engram shares multipliers between the tables of an order, and gives each another
     prime. Equal tables let head h own the rows from h * P on, as in other memories.)
 
-    gate: the rows of all tables, one after the other, make a key k and a value v, linearly. y = u + SiLU(conv(RMS(u))),
-    u = sigmoid(sign(a) sqrt(|a|)) v, a = <RMS(x), RMS(k)> / sqrt(D) (sec. 2.3; the root is in the authors' code alone).
-    The convolution is causal, has for each channel 4 taps that stand G tokens apart, starts at zero, and, unlike the
-    authors', sees nothing of other documents.
+    gate: a linear map makes a key k and a value v of the rows of all tables, concatenated. y = u + SiLU(conv(RMS(u))),
+    u = sigmoid(sign(a) sqrt(|a|)) v, a = <RMS(x), RMS(k)> / sqrt(D) (sec. 2.3; the root is only in the authors' code).
+    The convolution is causal, has 4 taps per channel, G tokens apart, starts at zero, and, unlike the authors', sees
+    nothing of other documents.
 
     add: y = s * sum of the rows, which are as wide as the model and start at zero; s starts at 0.1.
 
@@ -133,10 +133,10 @@ class NGramMemory(SparseMemory):
         row_dim: width of a row (e); with "add", `dim`.
         fusion: "gate" or "add", see above.
         conv: whether "gate" has the convolution.
-        layer: the block that it stands in, counted from 1, for the usage report.
+        layer: the block that it is in, counted from 1, for the usage report.
 
     Raises:
-        ValueError: an argument is out of its range or none of the choices, or `row_dim` does not fit `dim`.
+        ValueError: an argument is out of its range or not one of the choices, or `row_dim` does not fit `dim`.
     """
 
     multipliers_HG: Tensor
@@ -182,7 +182,7 @@ class NGramMemory(SparseMemory):
         return {"multipliers_HG": Multipliers(self.orders_H)}
 
     def answer(self, slots_S: Tensor) -> Tensor:
-        """What each row makes of the value, without the convolution; of added rows, these times their factor."""
+        """What each row adds to the value, without the convolution; with "add", the row times the factor."""
         rows_Se = super().answer(slots_S)
         if self.scale is not None:
             return self.scale(rows_Se)
@@ -240,7 +240,7 @@ class Scale(nn.Module):
 
 
 class NGramGate(nn.Module):
-    """u = sigmoid(sign(a) sqrt(|a|)) v, a the cosine-like score of the stream and the key that the rows make.
+    """u = sigmoid(sign(a) sqrt(|a|)) v, where a is a score, like a cosine, of the stream and the key of the rows.
 
     Args:
         width: of all rows of a token (W).
@@ -308,7 +308,7 @@ def at_places(x_BSD: Tensor, places_BTi: Tensor) -> list[Tensor]:
 
 
 def at_few_places(x_BSD: Tensor, places_BTi: Tensor) -> list[Tensor]:
-    """As `at_places`, but x, of which a cache may hold thousands of positions, is not copied."""
+    """As `at_places`, but without copying x, which may be a cache of thousands of positions."""
     batch_B1 = torch.arange(len(x_BSD), device=x_BSD.device)[:, None]
     return [
         x_BSD[batch_B1, (place_BT - 1).clamp(min=0)].masked_fill((place_BT == 0)[..., None], 0)

@@ -17,10 +17,10 @@ EXPERTS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "relu": relu}
 
 
 class PEER(ProductKeyMemory):
-    """y = sum over heads and their k best experts i of w_i * act(<u_i, x>) * v_i, w the softmax of scores.
+    """y = sum over heads and their k best experts i of w_i * act(<u_i, x>) * v_i, where w is the softmax of the scores.
 
     The rows u and v are two tables, which all heads read; both start at N(0, 1/width) (the paper does not say). Usage
-    is counted by w, what the router gives an expert, whatever the expert then answers.
+    counts w, the weight that the router gives an expert, whatever the expert then answers.
 
     Attributes:
         inputs: u, as wide as the model.
@@ -37,7 +37,7 @@ class PEER(ProductKeyMemory):
         Args:
             dim: width of the input and of the output (D).
             expert: the activation, "gelu" or "relu".
-            arguments: the others of `ProductKeyMemory`; `num_keys` is the root of the number of experts, and
+            arguments: the others of `ProductKeyMemory`; `num_keys` is the square root of the number of experts, and
                 `value_dim` the width of v.
 
         Raises:

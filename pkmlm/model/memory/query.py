@@ -37,7 +37,7 @@ class Query(nn.Module):
         super().__init__()
         self.heads, self.key_dim = memory.heads, memory.key_dim
         features = memory.heads * memory.key_dim
-        std = dim**-0.5  # keeps the size of a normalised input, so that queries start alike under any norm
+        std = dim**-0.5  # keeps the size of a normalised input, so that queries start the same under any norm
         self.map: nn.Module = Linear(dim, features, initial_std=std)
         if memory.query == "mlp":
             self.map = nn.Sequential(Linear(dim, dim, initial_std=std), nn.ReLU(), self.map)
@@ -63,10 +63,10 @@ class Query(nn.Module):
 class QueryBatchNorm(nn.Module):
     """Batch normalisation of queries over the tokens of one forward, in fp32 (Lample et al. 2019, sec. 3.1, table 2).
 
-    In training the statistics are those of the batch (biased variance), and running statistics follow with the unbiased
-    variance, as `torch.nn.BatchNorm1d`; in evaluation the running statistics are used. In training, therefore, a query
-    sees later tokens through two moments of the batch; in evaluation it sees none. Where ranks train together, the
-    statistics are those of the tokens of all of them (equally many on each), and all keep the same running statistics.
+    In training the statistics are those of the batch (biased variance), and running statistics are updated with the
+    unbiased variance, as in `torch.nn.BatchNorm1d`; in evaluation the running statistics are used. In training, a query
+    therefore sees later tokens through two moments of the batch; in evaluation it sees none. If ranks train together,
+    the statistics are those of all ranks' tokens (equally many on each), and all keep the same running statistics.
 
     Args:
         features: entries normalised one by one.

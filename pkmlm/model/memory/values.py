@@ -1,5 +1,4 @@
-"""The rows that a memory reads: values of a key memory, or the tables of others; and the pool of those that
-several memories share.
+"""The tables whose rows memories read, and the pool of tables that several memories share.
 
 Ranks may divide the columns of a table among them. All ranks then gather the slots and weights of all reads, and each
 sends the columns that it has summed back to the rank whose tokens they belong to; gradients go the opposite way.
@@ -36,10 +35,10 @@ class Values(nn.Module):
         weight_KD: the table (fp32), or this rank's columns of it; None: it is held in few bits.
         codes_KC, scale_K: the table in few bits (see `kernels.reference.Quantized`); None: it is not.
         width: of a row, all columns.
-        gradient: where backward passes collect the reads that make the table's gradient, once `keep_reads` was called;
-            None before: the gradient is then a dense tensor in `weight_KD.grad`.
-        copy_KD: the table in half precision, for forwards under autocast on a GPU; None until there was one. It is kept
-            from forward to forward where a change of the table is seen: see `fresh_copy`.
+        gradient: where backward passes collect the reads that make the table's gradient, after `keep_reads` was called;
+            None: the gradient is a dense tensor in `weight_KD.grad`.
+        copy_KD: the table in half precision, for forwards under autocast on a GPU; None until the first. It is reused
+            if the table is known not to have changed: see `fresh_copy`.
         ranks: those that divide the table's columns among them, in their order.
     """
 
@@ -70,7 +69,7 @@ class Values(nn.Module):
         self.codes_KC, self.scale_K = torch.empty(rows, columns, dtype=dtype), torch.empty(rows)
 
     def quantized(self) -> Quantized | None:
-        """The table in few bits; None: it is held, or for now replaced by one, in fp32."""
+        """The table in few bits; None: it is in fp32, or for now replaced by one in fp32."""
         if self.weight_KD is not None or self.codes_KC is None or self.scale_K is None:
             return None
         return Quantized(self.codes_KC, self.scale_K, self.width)
@@ -87,13 +86,13 @@ class Values(nn.Module):
             every_row: whether the gradient has a segment for each row, read or not (see `RowGradient`).
 
         Raises:
-            ValueError: another optimizer has done so.
+            ValueError: another optimizer has already done so.
         """
         self.refuse_second_optimizer()
         self.gradient = RowGradient(len(self.weight_KD), every_row=every_row)
 
     def refuse_second_optimizer(self) -> None:
-        """Raise a ValueError where an optimizer takes this table's reads already."""
+        """Raise a ValueError if an optimizer already takes this table's reads."""
         if self.gradient is not None:
             raise ValueError("the table has an optimizer already (to make another, set its `gradient` to None first)")
 
@@ -103,8 +102,8 @@ class Values(nn.Module):
     def forward(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
         """The weighted sums of rows (N, D), in the dtype of the rows that are read.
 
-        Where ranks divide the columns, all of them call this. In training each has as many tokens of its own, and sums
-        its columns for the tokens of all. In evaluation all have the same tokens.
+        If ranks divide the columns, all of them must call this. In training each has its own tokens, equally many, and
+        sums its columns for the tokens of all. In evaluation all have the same tokens.
 
         Args:
             slots_Nr: int64, rows of the table.
@@ -124,8 +123,8 @@ class Values(nn.Module):
     def products(self, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
         """<x[t], row slots[t, j]> of each read (N, r), in the dtype of the table.
 
-        Where ranks divide the columns, all of them call this, as `forward`: each multiplies its columns for the tokens
-        of all, and the products are summed.
+        If ranks divide the columns, all of them must call this, as with `forward`: each multiplies its columns for the
+        tokens of all, and the products are summed.
 
         Args:
             x_ND: floating, as wide as the table.
@@ -153,7 +152,7 @@ class Values(nn.Module):
         return ops.weighted_row_sum(self.weight_KD, slots_Nr, weights_Nr, self.gradient, self._half())
 
     def _half(self) -> Tensor | None:
-        """Under autocast on a GPU: an up-to-date copy."""
+        """Under autocast on a GPU, an up-to-date copy; otherwise None."""
         device = self.weight_KD.device.type
         if device not in HALF_ON or not torch.is_autocast_enabled(device):
             return None
@@ -166,26 +165,26 @@ class Values(nn.Module):
         return copy_KD
 
     def fresh_copy(self) -> Tensor | None:
-        """The copy, if the table is known not to have changed since.
+        """The copy, if the table is known not to have changed since; otherwise None.
 
-        Torch's fused optimizers change a parameter without counting up its version. Row Adam counts, and nothing trains
-        a table that needs no gradient. (Changes through `.data` are not counted by anyone.)
+        Torch's fused optimizers change a parameter without incrementing its version. Row Adam increments it, and
+        nothing trains a table that needs no gradient. (Changes through `.data` are never counted.)
         """
         counted = self.gradient is not None or not self.weight_KD.requires_grad
         return self.copy_KD if counted and self._copied == self.weight_KD._version else None
 
     def rows_updated(self, copy_KD: Tensor | None) -> None:
-        """Call after a kernel has written rows, which torch cannot see, and the same rows of `copy_KD`, if given."""
+        """Tell torch, which cannot see it, that a kernel has written rows, and the same rows of `copy_KD` if given."""
         torch.autograd.graph.increment_version(self.weight_KD)
         if copy_KD is not None:
             self._copied = self.weight_KD._version
 
     def _apply(self, *arguments: Any, **options: Any) -> "Values":
-        self.copy_KD = None  # it would stay on another device
+        self.copy_KD = None  # it would stay on the old device
         return super()._apply(*arguments, **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies of the module share no half-precision table, and have no optimizer that takes their gradient."""
+        """Copies of the module have neither the table in half precision nor an optimizer that takes their gradient."""
         return {**self.__dict__, "copy_KD": None, "gradient": None}
 
 
@@ -194,7 +193,7 @@ class Pool(nn.Module):
     stored, counted, divided and trained with it; the memories only read them.
 
     Args:
-        tables: by the names that they would have in a memory of its own, such as "values".
+        tables: by the names that they would have in a memory that owns them, such as "values".
         layers: whose memories read them, counted from 1.
     """
 
@@ -232,10 +231,10 @@ class _Collective(torch.autograd.Function):
 
 
 def side_by_side(parts_Ad: Tensor, ranks: int) -> Tensor:
-    """(M * N, d), the ranks' columns one after the other, as (N, D)."""
+    """(M * N, d), the ranks' columns one below the other, as (N, D)."""
     return parts_Ad.view(ranks, -1, parts_Ad.shape[-1]).transpose(0, 1).flatten(1)
 
 
 def one_below_the_other(x_ND: Tensor, ranks: int) -> Tensor:
-    """(N, D) as (M * N, d), the columns of one rank after those of the other: the inverse of `side_by_side`."""
+    """(N, D) as (M * N, d), the ranks' columns one below the other: the inverse of `side_by_side`."""
     return x_ND.view(len(x_ND), ranks, -1).transpose(0, 1).flatten(0, 1)
