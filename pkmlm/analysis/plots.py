@@ -54,7 +54,7 @@ TABLES = {  # by the kind of memory: what a row of its tables is called, and wha
 AXES = {
     "steps": "step",
     "tokens": "tokens",
-    "operations": "operations of forwards",
+    "operations": "forward operations",
     "seconds": "seconds, of steps timed side by side",
 }
 WIDTH = 6.0  # inches, of a picture that is not for a paper
@@ -413,7 +413,9 @@ def over_tokens(
     panels = [panel for panel in OVER_TOKENS if any(len(found[panel]) for _, found in drawn)]
     columns = min(len(panels), 2 if (look.width or WIDTH) >= WIDTH * 0.8 else 1)
     rows = -(-len(panels) // columns)
-    figure = look.figure("Over tokens, of memories the mean over layers", height=rows * (0.33 if columns > 1 else 0.45))
+    figure = look.figure(
+        "Over tokens; for several memories, the mean over layers", height=rows * (0.33 if columns > 1 else 0.45)
+    )
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, place, sharex=figure.axes[0] if place > 1 else None)
         if panel == "lead":
