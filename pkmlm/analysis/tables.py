@@ -444,7 +444,7 @@ def probe_notes(record: Entry) -> str:
     if zero["share"] is None:
         harms = zero["high"] is not None and zero["high"] < 0
         worth = "worse than nothing" if harms else "worth nothing"
-        notes += ["", f"{what} {worth} on this text: {zero['nats']:+.4f} nats per token without output."]
+        notes += ["", f"{what} {worth} on this text: {zero['nats']:+.4f} nats/token without it."]
     else:
         notes += ["", f"{what} worth {zero['nats']:.3f} nats per token to this model."]
         kept = f"The mean output for the token keeps {token['share']:.1%} of that"

@@ -339,7 +339,7 @@ def test_what_cannot_be_compared_is_named(run: Path, tmp_path: Path) -> None:
     train, valid = warnings(like, partly, longer)
     assert "train" in train
     assert "(like, p; longer)" in train
-    assert "validate" in valid
+    assert "validation" in valid
     assert "(like, longer; p)" in valid
     for folder, sha256 in ((like, "d"), (twin, "e")):
         scores = {"token_ppl": 9.0, "word_ppl": 9.0, "bits_per_byte": 1.0}

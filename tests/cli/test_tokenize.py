@@ -261,7 +261,7 @@ def test_what_cannot_be_renamed_is_refused_before_any_work(texts, monkeypatch):
         (["empty.txt"], "too small to learn"),
         (["-", "--valid", "-"], "standard input is named for several splits"),
         (["train.txt", "--valid", "5%"], "of 1 document, none falls into valid"),
-        ([""], "name of a file is empty"),
+        ([""], "empty file name"),
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing(texts, monkeypatch, arguments, message):

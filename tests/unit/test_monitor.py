@@ -123,4 +123,4 @@ def test_ranks_of_one_machine_share_its_memory(write_recipe, tmp_path, tokens, m
     assert too_large_warning(job, cpu, 2) == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "9999999")
     (told,) = too_large_warning(job, cpu, 2)
-    assert "for 9999999: lower model.dim" in told
+    assert "for 9999999 ranks: lower model.dim" in told
