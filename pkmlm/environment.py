@@ -1,6 +1,7 @@
-"""The environment of this process: a launcher's processes, usable cores, the commit of the code. Needs no torch."""
+"""The environment of this process: a launcher's processes, usable cores, the version of the code. Needs no torch."""
 
 import ctypes
+import hashlib
 import os
 import re
 from contextlib import suppress
@@ -64,6 +65,19 @@ def source_commit(git: Path | None = None) -> str | None:
         return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
     except OSError:
         return None
+
+
+def source_sha256(package: Path | None = None) -> str:
+    """The sha256 of the paths and contents of a package's .py files, by default of this package's.
+
+    It tells edited code apart that `source_commit` does not, and code that was installed without a .git folder.
+    """
+    package = package or Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        for part in (os.fsencode(path.relative_to(package)), path.read_bytes()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
 
 
 def keep_freed_memory() -> None:

@@ -19,7 +19,7 @@ from pkmlm.sweep.grid import Grid, Point, assignments, overlap
 from pkmlm.sweep.measures import MEASURES
 
 WRONG_USAGE = 2  # exit code of a command
-PROVENANCE = ("versions", "commit", "device", "precision", "ranks", "earlier")  # keys of run.json
+PROVENANCE = ("versions", "commit", "source_sha256", "device", "precision", "ranks", "earlier")  # keys of run.json
 
 
 @dataclass(frozen=True)

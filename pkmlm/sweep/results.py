@@ -19,7 +19,7 @@ from pkmlm.analysis.dense_equivalent import Equivalent, dense_equivalents
 from pkmlm.analysis.equal import Equal
 from pkmlm.analysis.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.console import Column, Table, number
-from pkmlm.environment import source_commit
+from pkmlm.environment import source_commit, source_sha256
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import recipe_sha256
 from pkmlm.runs.directory import RunDirectory
@@ -189,6 +189,7 @@ class Results:
             "published_by": {
                 "versions": {"pkmlm": __version__, "python": platform.python_version()},
                 "commit": source_commit(),
+                "source_sha256": source_sha256(),
             },
             "points": points,
             "verdicts": [asdict(each) for each in self.verdicts()],

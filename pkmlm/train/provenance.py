@@ -11,18 +11,19 @@ import torch
 from pkmlm import __version__
 from pkmlm.cost import cost_of
 from pkmlm.device import DeviceSettings, name_of
-from pkmlm.environment import source_commit
+from pkmlm.environment import source_commit, source_sha256
 from pkmlm.runs.checkpoint import Progress
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
 
-ENVIRONMENT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")  # keys of the provenance
+# keys of the provenance
+ENVIRONMENT = ("versions", "commit", "source_sha256", "device", "precision", "precision_reason", "ranks")
 
 
 def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory, latest: Progress) -> dict[str, Any]:
     """What run.json says about the run (an id, which its checkpoints also hold, and its parameters) and the process
-    that trains it (command line, versions, commit, device, precision and ranks); if the run is resumed, "earlier" lists
-    the environments of earlier processes that differed.
+    that trains it (command line, versions, commit and digest of the code, device, precision and ranks); if the run is
+    resumed, "earlier" lists the environments of earlier processes that differed.
 
     Args:
         latest: the progress of the latest checkpoint; a new `Progress` where there is none.
@@ -38,6 +39,7 @@ def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory
             "python": platform.python_version(),
         },
         "commit": source_commit(),
+        "source_sha256": source_sha256(),
         "device": name_of(settings.device),
         "precision": settings.precision,
         "precision_reason": settings.reason,

@@ -99,6 +99,8 @@ def change_warnings(
     for name in ("torch", "numpy", "device", "precision", "ranks"):  # numpy orders the data
         if before.get(name) not in (None, now[name]):
             changed.append(change(name, before[name], now[name]))
+    if before.get("source_sha256") not in (None, now["source_sha256"]):
+        changed.append("the code of pkmlm has changed")
     rate_depends_on_steps = bool(recipe.schedules & {"cosine", "linear", "relative"} or recipe.optim.decay_steps)
     for key, text in changed_keys(recipe_before, recipe).items():
         if key == "train.init_from":

@@ -140,16 +140,17 @@ def test_lost_metrics_and_another_machine_are_warned_of(begun, copy):
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[3:]))
     facts = json.loads((copy / "run.json").read_text())
-    changed = {**facts, "device": "cpu, 64 threads", "versions": {**facts["versions"], "torch": "1.0", "numpy": "0"}}
-    (copy / "run.json").write_text(json.dumps(changed))
+    changed = {"source_sha256": "0" * 64, "device": "cpu, 64 threads"}
+    changed["versions"] = {**facts["versions"], "torch": "1.0", "numpy": "0"}
+    (copy / "run.json").write_text(json.dumps({**facts, **changed}))
     said = on(begun, copy, "-s", "train.steps=9").stderr
     assert "warning: step 8: metrics.jsonl lacks 3 of 8 steps" in said
-    for change in ("torch was 1.0 and is now", "numpy was 0 and is now", "device was cpu, 64 threads and is now"):
+    for change in ("torch was 1.0", "numpy was 0", "device was cpu, 64 threads", "the code of pkmlm has changed"):
         assert change in said
     kept = json.loads((copy / "run.json").read_text())
     assert kept["versions"] == facts["versions"]
     assert [(each["until_step"], each["versions"]["torch"]) for each in kept["earlier"]] == [(8, "1.0")]
-    assert "torch was" not in on(begun, copy, "-s", "train.steps=10").stderr
+    assert "code of pkmlm" not in on(begun, copy, "-s", "train.steps=10").stderr
     assert len(json.loads((copy / "run.json").read_text())["earlier"]) == 1
 
 

@@ -114,7 +114,7 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert re.findall(r"^(\S+) 256_", done.stderr, re.MULTILINE) == ["1/3", "2/3", "3/3", "chosen"]
     assert "chosen 256_3e-3_seed-1: ppl " in done.stderr
     trained = RunDirectory(run).facts()
-    told = {key: trained[key] for key in ("versions", "commit", "device", "precision", "ranks")}
+    told = {key: trained[key] for key in ("versions", "commit", "source_sha256", "device", "precision", "ranks")}
     assert results["trained_by"] == [told]
     assert {cell["tuned"]: cell["trained_by"] for cell in results["cells"]} == {"3e-3": 0, "1e-9": 0, "1000": None}
     assert results["speed"][0]["timed_on"]["device"] == trained["device"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pkmlm.environment import source_commit
+from pkmlm.environment import source_commit, source_sha256
 
 COMMIT = "9eb039a7d1a1f9b2a7c3b1c6f0d5e4a3b2c1d0e9"
 
@@ -37,6 +37,20 @@ def test_a_branch_may_have_a_name_of_any_bytes(tmp_path: Path) -> None:
     assert source_commit(tmp_path) is None
     (tmp_path / "packed-refs").write_bytes(COMMIT.encode() + b" " + branch + b"\n")
     assert source_commit(tmp_path) == COMMIT
+
+
+def test_the_digest_of_the_code_changes_with_its_files_alone(tmp_path: Path) -> None:
+    write(tmp_path, "a.py", "x = 1\n")
+    write(tmp_path, "sub/b.py", "y = 2\n")
+    digest = source_sha256(tmp_path)
+    write(tmp_path, "sub/__pycache__/b.pyc", "compiled")
+    assert source_sha256(tmp_path) == digest
+    write(tmp_path, "sub/b.py", "y = 3\n")
+    edited = source_sha256(tmp_path)
+    (tmp_path / "a.py").rename(tmp_path / "c.py")
+    renamed = source_sha256(tmp_path)
+    write(tmp_path, "c.py", "")
+    assert len({digest, edited, renamed, source_sha256(tmp_path)}) == 4
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
