@@ -206,7 +206,7 @@ class Attachment:
             lr: of everything but tables of rows.
             values_lr: of tables of rows; None: 4 times `lr` (UltraMem's factor, arXiv 2411.12364).
             betas, values_betas: Adam's.
-            weight_decay: decoupled, of matrices (never of tables, keys, norms or biases).
+            weight_decay: decoupled, of matrices and the taps of convolutions (never of tables, keys, norms or biases).
 
         Raises:
             UserError: there is one already.

@@ -35,6 +35,12 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def check_device(device: torch.device) -> None:
+    """Refuse (UserError) a device for which there are no kernels. (What is on "meta" is moved before it computes.)"""
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise UserError(f"device {device} is not supported (expected cpu or cuda)")
+
+
 def name_of(device: torch.device) -> str:
     """A GPU by its name; a CPU by its threads."""
     if device.type == "cuda":

@@ -139,6 +139,7 @@ def count_background(
     loaded = load_on_all_ranks(run.path, step, world)
     if choice.text is None and choice.split is None:
         choice = choice._replace(split="train")
+    manifest = sha256_of(run.checkpoint(loaded.step) / MANIFEST)  # training may remove this checkpoint meanwhile
     documents, model = chosen_documents(choice, loaded), loaded.model
     if not any(table.group == "values" for table in tables_of(model).values()):
         message = f"the model of {run.path} has no memory with a table of values"
@@ -172,7 +173,7 @@ def count_background(
         run=loaded.name,
         step=loaded.step,
         split=documents.name,
-        checkpoint=sha256_of(run.checkpoint(loaded.step) / MANIFEST),
+        checkpoint=manifest,
         batches=counted,
         batch_tokens=size,
         read_by={path: world.all_sum(read_by_K.cpu()).numpy() for path, read_by_K in read_by.items()},

@@ -55,7 +55,8 @@ class ReadListener:
     def _pass_on(self, listen: Listen, tap: nn.Module, inputs: Any, reads: tuple[Tensor, Tensor]) -> None:
         slots_NHk, weights_NHk = (x.detach() for x in reads)
         if self._mask_N is not None:
-            slots_NHk, weights_NHk = slots_NHk[self._mask_N], weights_NHk[self._mask_N]
+            mask_N = self._mask_N.to(slots_NHk.device)  # a pretrained model may be spread over several devices
+            slots_NHk, weights_NHk = slots_NHk[mask_N], weights_NHk[mask_N]
         listen(slots_NHk, weights_NHk)
 
 
@@ -110,6 +111,7 @@ class _Counter:
 
     @torch.no_grad()
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
+        slots_NHk, weights_NHk = (x.to(self.counts.device) for x in (slots_NHk, weights_NHk))
         self.tokens += len(slots_NHk)
         if self.tap.shared:  # otherwise a slot's number already is its index
             if self.overlap:

@@ -57,6 +57,7 @@ class TopContexts:
 
     @torch.no_grad()
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
+        slots_NHk, weights_NHk = (x.to(self.weights_Kc.device) for x in (slots_NHk, weights_NHk))
         token_R, slot_R, weight_R = summed_reads(slots_NHk, weights_NHk)
         position_R = token_R + self.tokens
         self.tokens += len(slots_NHk)

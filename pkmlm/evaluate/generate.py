@@ -96,8 +96,8 @@ def sample_token(logits_V: Tensor, sampling: Sampling, random: torch.Generator) 
         return int(logits_V.argmax())
     logits_V = (logits_V - logits_V.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
-        least = logits_V.topk(sampling.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
+        kept_k = logits_V.topk(sampling.top_k).indices  # of equal logits, no more than fit
+        logits_V = torch.full_like(logits_V, float("-inf")).index_copy(0, kept_k, logits_V[kept_k])
     chance_V = logits_V.softmax(-1)
     if sampling.top_p is not None:
         sorted_V, order_V = chance_V.sort(descending=True, stable=True)

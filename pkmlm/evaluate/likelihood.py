@@ -163,12 +163,14 @@ def attention_layout(trees: Sequence[PrefixTree], longest: int, device: torch.de
 
 def score_targets(model: Transformer, h_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
     """-log p of each target after its hidden state (float64, from an fp32 log-softmax), and whether it is the most
-    likely token. The head runs on a chunk of the states at a time.
+    likely token: of equally likely ones, the one that argmax takes. The head runs on a chunk of the states at a time.
     """
     nll, greedy = [], []
     chunk_size = max(1, LOGITS // model.embedding.num_embeddings)
     for h_CD, targets_C in zip(h_MD.split(chunk_size), targets_M.split(chunk_size), strict=True):
         logits_CV = at_least_fp32(model.head(h_CD))
         nll.append(cross_entropy(logits_CV, targets_C, reduction="none").double())
-        greedy.append(logits_CV.gather(-1, targets_C[:, None])[:, 0] == logits_CV.amax(-1))
+        best_C = logits_CV.gather(-1, targets_C[:, None])[:, 0] == logits_CV.amax(-1)
+        at_B = best_C.nonzero()[:, 0]  # argmax takes nearly as long as the loss: only where it may differ
+        greedy.append(best_C.index_copy(0, at_B, logits_CV[at_B].argmax(-1) == targets_C[at_B]))
     return torch.cat(nll), torch.cat(greedy)

@@ -8,7 +8,7 @@ import torch
 
 from pkmlm.data.canonical import canonical_sha256
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.device import default_device, is_finite
+from pkmlm.device import check_device, default_device, is_finite
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.attached import Hosted, open_attached
@@ -71,9 +71,11 @@ def load_run(
         base: the folder of the model that an attachment belongs to; None: the one that it records.
 
     Raises:
-        UserError: no such run or checkpoint, or it is damaged; `step` is not that of the export.
+        UserError: no such run or checkpoint, or it is damaged; `step` is not that of the export; the device is neither
+            the CPU nor a CUDA device.
     """
     device = torch.device(device) if device else default_device()
+    check_device(device)
     path, step = Path(path), str(step)
     attached = is_attached(path)
     if base is not None and not attached:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from pkmlm.device import check_device
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
 from pkmlm.model.host_ngrams import HostIds
@@ -303,7 +304,8 @@ def insert(
         what was attached, and a function that removes it.
 
     Raises:
-        UserError: a block does not exist or has no FFN, sizes do not match, or something is attached already.
+        UserError: a block does not exist, has no FFN, or is neither on the CPU nor on a CUDA device; sizes do not
+            match; something is attached already.
     """
     if mode not in ("add", "replace"):
         raise UserError(f"mode is {mode} (expected add or replace)")
@@ -314,6 +316,8 @@ def insert(
     blocks, dim, chosen = find_blocks(model), text_config(model).hidden_size, choose_blocks(model, layers)
     at = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
     devices = dict.fromkeys(next(part.parameters()).device for part in at.values())
+    for device in devices:
+        check_device(device)
     if len(devices) > 1 and arguments.get("share_values"):
         where = " and ".join(map(str, devices))
         raise UserError(f"memory: share_values needs all blocks on one device: found {where}", "leave share_values out")

@@ -331,7 +331,9 @@ class Optim:
         "last steps, in which all learning rates fall linearly to final_lr times what their schedules give",
     )
     weight_decay: WeightDecay = key(
-        0.0, "decoupled weight decay of dense matrices (never keys, biases, norms, values or tables)"
+        0.0,
+        "decoupled weight decay of matrices, embeddings and n-gram convolutions (never keys, biases, norms, values or "
+        "tables)",
     )
     clip: Clip = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
     keys: KeysOptim = key(KeysOptim, "memory keys: sub-keys, or flat keys")

@@ -21,6 +21,7 @@ from pkmlm.runs.files import (
     abandoned,
     locked,
     make_folder,
+    open_file,
     read_bytes,
     read_json,
     refuse_link,
@@ -310,8 +311,13 @@ class RunDirectory:
 
     def _log_sha256(self, size: int) -> str:
         """The sha256 of the first `size` bytes of metrics.jsonl."""
-        log = read_bytes(self.metrics_file) if self.metrics_file.exists() else b""
-        return hashlib.sha256(log[:size]).hexdigest()
+        digest = hashlib.sha256()
+        if self.metrics_file.exists():
+            with open_file(self.metrics_file) as log:
+                while block := log.read(min(size, 1 << 20)):
+                    digest.update(block)
+                    size -= len(block)
+        return digest.hexdigest()
 
     @property
     def tokenizer_file(self) -> Path:
@@ -367,13 +373,13 @@ class RunDirectory:
             hint = "it was changed after training: set it back; to train another model, copy it and choose another -o"
             raise UserError(message, hint, exit_code=1)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> Iterator[dict[str, Any]]:
         """All complete lines of metrics.jsonl; a line torn by a kill is skipped."""
-        return list(read_metrics(self.metrics_file))
+        return read_metrics(self.metrics_file)
 
     def sound_metrics(self) -> list[dict[str, Any]]:
         """`metrics`; none where the file is not as training wrote it."""
-        return [] if self.metrics_file in self.altered() else self.metrics()
+        return [] if self.metrics_file in self.altered() else list(self.metrics())
 
     def cut_metrics(self, step: int, *, validated: bool = True) -> None:
         """Drop what was measured after `step` (by a run that died before its next checkpoint) and torn lines.
@@ -382,10 +388,11 @@ class RunDirectory:
             validated: whether the validation of `step` itself stays.
         """
         if self.metrics_file.exists():
-            kept = [line for line in read_metrics(self.metrics_file) if line["step"] <= step]
-            if not validated:
-                kept = [line for line in kept if (line["step"], line["event"]) != (step, "valid")]
-            write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+            with writing(self.metrics_file) as file:
+                for line in self.metrics():
+                    dropped = not validated and (line["step"], line["event"]) == (step, "valid")
+                    if line["step"] <= step and not dropped:
+                        file.write(json.dumps(line).encode() + b"\n")
 
     def clean(self) -> None:
         """Remove what killed processes left half-written; the caller holds the run's lock."""

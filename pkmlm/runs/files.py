@@ -58,6 +58,8 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
         file = open(temporary, "xb")  # noqa: SIM115
         try:
             with file:
+                with suppress(OSError):  # the file system has no locks
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for `remove_leftovers`
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -162,11 +164,26 @@ def is_leftover(place: Path) -> bool:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what killed processes left half-written in a folder to which no running process writes."""
+    """Delete what killed processes left half-written in a folder; what a running process is writing is locked, and
+    stays.
+    """
     for place in folder.glob(".tmp-*"):
-        if is_leftover(place):
+        if is_leftover(place) and not is_locked(place):
             with suppress(OSError):
                 shutil.rmtree(place) if place.is_dir() else place.unlink()
+
+
+def is_locked(place: Path) -> bool:
+    """Whether a process holds the lock of a file or a folder."""
+    with suppress(OSError):
+        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def make_folder(path: Path) -> None:

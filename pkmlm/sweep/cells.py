@@ -19,6 +19,7 @@ from pkmlm.sweep.grid import Grid, Point, assignments, overlap
 from pkmlm.sweep.measures import MEASURES
 
 WRONG_USAGE = 2  # exit code of a command
+LONGEST_NAME = 200  # bytes; a file system has room for 255, with endings such as _trial
 PROVENANCE = ("versions", "commit", "source_sha256", "device", "precision", "ranks", "earlier")  # keys of run.json
 
 
@@ -82,6 +83,9 @@ class Cells:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise UserError(f"two cells of the grid have the name {twice}", "give the axes' values distinct names")
+        if long := [name for name in names if len(os.fsencode(name)) > LONGEST_NAME]:
+            message = f"the name of the cell {long[0][:60]}... has {len(os.fsencode(long[0]))} bytes"
+            raise UserError(f"{message} (expected at most {LONGEST_NAME})", "give the axes' values shorter names")
 
     def _cell(self, point: Point, seed: int, tuned: str | None, trial: Node | None = None) -> Cell:
         tuning = [] if self.grid.tune is None else [f"{self.grid.tune.key}={tuned}"]

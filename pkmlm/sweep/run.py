@@ -306,6 +306,8 @@ class Runner:
             return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run has disappeared")
         except UserError as error:  # its folder holds another run, for example: the other cells continue
             return Outcome(cell, "failed", {}, error.message, error.exit_code)
+        except OSError as error:  # its folder cannot be examined, or the system starts no more processes
+            return Outcome(cell, "failed", {}, f"{error.filename or 'the system refused'}: {error.strerror}")
         finally:
             self.running.remove(cell)
 

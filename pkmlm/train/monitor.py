@@ -2,6 +2,7 @@
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ class TrainingMonitor:
     low: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, events: list[dict[str, Any]]) -> "TrainingMonitor":
+    def of(cls, events: Iterable[dict[str, Any]]) -> "TrainingMonitor":
         """The monitor of a run with these events."""
         monitor = cls()
         for event in events:

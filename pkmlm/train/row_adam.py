@@ -130,7 +130,8 @@ def adam_rows(
 
 
 class RowAdam(RowOptimizer):
-    """Adam over the rows that a step has read: moments and weights of all other rows stay as they are.
+    """Adam over the rows that a step has read: moments and weights of all other rows stay as they are. A row that only
+    tokens without a loss have read (padding, for example) counts as read: it moves along its momentum.
 
     Each row's reads are summed on the way into its update, so that the gradient never exists as a whole; the cost of a
     step is proportional to the rows read, not to the table.

@@ -289,10 +289,10 @@ def test_strange_events_and_pointers_are_passed_over(begun, copy):
         *('{"event": "drift", "step": 4}', '{"event": "drift", "step": 4, "since": 1, "began": 0, "memories": [5]}'),
         *('{"event": "train", "step": 4, "tokens": "x"}', '{"event": "train", "step": 4, "loss": 1e999}'),
     ]
-    before = RunDirectory(copy).metrics()
+    before = list(RunDirectory(copy).metrics())
     with open(copy / "metrics.jsonl", "a") as file:
         file.write("\n".join(events) + "\n")
-    assert RunDirectory(copy).metrics() == before
+    assert list(RunDirectory(copy).metrics()) == before
     (copy / "best").write_bytes(b"\xff")
     pkmlm("compare", copy)
     pkmlm("usage-report", copy, "--html", copy / "page.html")
@@ -466,7 +466,7 @@ def test_training_outlives_its_terminal_and_saves_when_it_hangs_up(begun, tmp_pa
     words = ["train", str(recipe), "-o", str(run), "-s", "train.steps=100000", "-s", "checkpoint.every=100000"]
     training = ranks.start(1, "command_without_reader", words=[*words, "-s", "log.every=1"])
     until = time.monotonic() + 60
-    while len(RunDirectory(run).metrics()) < 20 and training.running() and time.monotonic() < until:
+    while len(list(RunDirectory(run).metrics())) < 20 and training.running() and time.monotonic() < until:
         time.sleep(0.05)
     training.signal(signal.SIGHUP)
     assert [ended.code for ended in training.end()] == [75]

@@ -436,6 +436,17 @@ def test_devices_are_gpus_each_once(grid, tmp_path, names, found):
     assert not (tmp_path / "swept").exists()
 
 
+def test_a_cell_that_the_system_refuses_fails_alone(grid, tmp_path, monkeypatch):
+    monkeypatch.setattr("pkmlm.sweep.cells.LONGEST_NAME", 1000)
+    grid.write_text(GRID.replace("256: {", "2" * 256 + ": {"))
+    runner, ended = Runner(tmp_path / "cells", ["valid_loss"], 1, [], None, StopRequest()), []
+    cells = Cells(read_grid(grid)[0], grid.parent / "product-key.yaml", ["train.steps=2"])
+    runner.run(cells, ended.append, lambda running: None)
+    assert sorted(outcome.status for outcome in ended) == ["failed", "measured"]
+    (failed,) = (outcome for outcome in ended if outcome.status == "failed")
+    assert failed.message.endswith(": File name too long")
+
+
 def test_each_command_has_a_device_of_its_own(grid, tmp_path):
     """Three cells on two devices: two train at once, are ended, and the third has one of the devices again."""
     if not Path("/proc/self/environ").exists():

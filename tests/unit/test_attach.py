@@ -133,6 +133,12 @@ def test_weights_in_few_bits_do_not_say_in_which_numbers_a_block_computes():
     assert attachment.module.places["1"].layer.values.weight_KD.dtype == torch.float32
 
 
+def test_a_device_without_kernels_is_refused(tmp_path):
+    pkmlm.attach(base(), KEYS, layers=[1]).save(tmp_path / "saved")
+    with pytest.raises(UserError, match="device mps is not supported"):
+        pkmlm.load_run(tmp_path / "saved", device="mps", base=tmp_path)
+
+
 def test_a_pool_is_on_one_device():
     model = base()
     model.model.layers[1].to("meta")

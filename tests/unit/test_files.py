@@ -107,6 +107,11 @@ def test_a_killed_process_s_leftovers_are_deleted_and_no_others(tmp_path):
     (tmp_path / ".tmp-0a1b2c3e-f").symlink_to(tmp_path / "victim")
     remove_leftovers(tmp_path)
     assert leftovers(tmp_path) == [".tmp-0a1b2c3e-f", ".tmp-mine"]
+    with writing(tmp_path / "f") as file, writing_folder(tmp_path / "d") as folder:
+        file.write(b"x")
+        (folder / "x").touch()
+        remove_leftovers(tmp_path)  # as another process would, into whose way this one has come
+    assert ((tmp_path / "f").read_bytes(), (tmp_path / "d/x").exists()) == (b"x", True)
 
 
 def test_a_folder_that_appeared_meanwhile_is_not_replaced_unasked(tmp_path):

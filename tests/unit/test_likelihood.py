@@ -136,6 +136,15 @@ def test_greedy_targets_are_known_as_such():
     assert (found[0].greedy, found[1].greedy) == (True, False)
 
 
+def test_one_of_equally_likely_tokens_is_greedy():
+    model = model_of("dense")
+    with torch.no_grad():
+        model.embedding.weight.zero_()  # also the head's
+    targets_M = torch.arange(30)
+    greedy_M = score_targets(model, torch.randn(30, 16), targets_M)[1]
+    assert torch.equal(greedy_M, targets_M == torch.zeros(30).argmax())
+
+
 def test_the_head_in_parts_gives_the_same(monkeypatch):
     model = model_of("dense")
     h_MD, targets_M = torch.randn(7, 16), torch.arange(7)

@@ -163,6 +163,7 @@ def test_sampling_keeps_to_top_k_and_top_p():
         (Sampling(top_p=1e-300), {0}),
     ]:
         assert {sample_token(logits.clone(), sampling, random) for _ in range(200)} == allowed
+    assert len({sample_token(torch.zeros(4), Sampling(top_k=2), random) for _ in range(200)}) == 2  # all equally likely
 
 
 def test_streamed_text_is_the_decoded_text(tokens: Path):

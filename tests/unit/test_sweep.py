@@ -198,6 +198,12 @@ def test_a_quoted_value_reaches_the_recipe_as_it_is(folder):
     assert cells.first[P[0], "1e-3"].recipe.data.dir == 'a\\b"c\nd'
 
 
+def test_a_name_that_no_folder_can_have_is_refused(folder):
+    Cells(grid_of(folder, GRID.replace("256", "2" * 184)), folder / "base.yaml")
+    with pytest.raises(UserError, match="has 201 bytes"):
+        Cells(grid_of(folder, GRID.replace("256", "2" * 185)), folder / "base.yaml")
+
+
 def test_two_values_with_one_name_are_refused(folder):
     text = GRID.replace("    256: {model", "    64!: {}\n    64?: {}\n    256: {model")
     with pytest.raises(UserError, match="64-_no_1e-3_seed-1"):
