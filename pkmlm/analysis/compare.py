@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pkmlm.analysis.equal import Equal, Over, at_equal
+from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import Damaged
@@ -62,7 +63,8 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs by name, the facts of each (see `facts_of`), the same in groups, and warnings about what cannot be compared.
+    """Runs by name, the facts of each (see `facts_of`), the same in groups, warnings about what cannot be compared, and
+    the names of damaged runs, which are left out.
 
     The facts have one more key, scoring_tokens_per_second, see `timed_side_by_side`.
     """
@@ -71,6 +73,7 @@ class Comparison:
     facts: list[Facts]
     groups: list[Group]
     warnings: list[str]
+    damaged: Sequence[str] = ()
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
@@ -140,10 +143,11 @@ class Comparison:
 
 
 def compare_runs(paths: Sequence[str]) -> Comparison:
-    """Read some runs. Paths that exist but are not runs, as a shell's glob may give, are left out with a warning.
+    """Read some runs. Paths that exist but are not runs, as a shell's glob may give, are left out with a warning, and
+    so are runs that are damaged.
 
     Raises:
-        UserError: a run does not exist, no path is a run, or (exit code 1) a state is damaged or a file cannot be read.
+        UserError: a run does not exist, no path is a run, or (exit code 1) all runs are damaged or cannot be read.
     """
     strays = {path for path in paths if Path(path).exists() and not RunDirectory(path).recipe_file.is_file()}
     if strays.issuperset(paths):
@@ -151,13 +155,22 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     warnings = [f"left out {path}: it is not a run (it has no recipe.yaml)" for path in sorted(strays)]
     runs = open_runs([path for path in paths if path not in strays], RunDirectory.existing)
     saved = {label: max(run.steps(), default=0) for label, run in runs.items()}  # read first: some may be training
-    timed, damaged = timed_side_by_side(runs)
-    warnings += damaged
-    facts = [
-        facts_of(label, run, run.sound_metrics()) | {"scoring_tokens_per_second": timed.get(label)}
-        for label, run in runs.items()
-    ]
+    facts: list[Facts] = []
+    errors: dict[str, UserError] = {}
+    for label, opened in runs.items():
+        try:
+            facts.append(facts_of(label, opened, opened.sound_metrics()))
+        except UserError as error:
+            errors[label] = error
+    for label, damage in errors.items():
+        if not facts:
+            raise damage
+        warnings.append(f"left out {label}: {damage.message}")
+        del runs[label]
+    timed, unread = timed_side_by_side(runs)
+    warnings += unread
     for run in facts:
+        run["scoring_tokens_per_second"] = timed.get(run["run"])
         opened, logged, last = runs[run["run"]], run["step"] or 0, saved[run["run"]]
         altered = opened.altered()
         left_out = {opened.metrics_file: ": it is left out"}
@@ -176,7 +189,7 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
         if partial := partial_tasks(measured.path):
             names = ", ".join(sorted(partial))
             warnings.append(f"{label}: left out {names}: measured only in part, with --limit")
-    return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(facts))
+    return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(facts), tuple(errors))
 
 
 def shared_tasks(facts: Sequence[Facts]) -> list[str]:

@@ -20,7 +20,16 @@ from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
 from pkmlm.runs.directory import RunDirectory, tokenizer_file
 from pkmlm.runs.files import MANIFEST, entry_of, json_text, sha256_of
-from pkmlm.runs.results import USAGE, read_usage, split_name, text_name, usage_stem, write_arrays, write_usage
+from pkmlm.runs.results import (
+    USAGE,
+    read_checkpoint_manifest,
+    read_usage,
+    split_name,
+    text_name,
+    usage_stem,
+    write_arrays,
+    write_usage,
+)
 
 if TYPE_CHECKING:  # these modules import torch
     from pkmlm.analysis.slots import PageSlots
@@ -126,6 +135,7 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     number, first = run.resolve(step), world is None or world.rank == 0  # other ranks keep nothing
     number = world.broadcast(number) if world else number
     # What the report depends on: hashes of recipe, checkpoint and text or tokens, and how the text is read.
+    read_checkpoint_manifest(run.checkpoint(number))  # refuses a damaged one
     source: dict[str, Any] = {
         "recipe": sha256_of(run.recipe_file),
         "checkpoint": sha256_of(run.checkpoint(number) / MANIFEST),

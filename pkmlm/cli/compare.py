@@ -31,13 +31,13 @@ def command(
     plot_log: bool,
     force: bool,
     quiet: bool,
-) -> None:
+) -> int:
     """Show RUNs side by side: size, training, perplexity, tasks, memory use, speed.
 
     Only what is in the run directories is shown: run `pkmlm eval` and `pkmlm usage-report` first for the test split's
     numbers. What is missing shows as "-". Finished runs of one recipe that differ only in their seed share one row: the
-    mean, +- half the range from the least to the greatest. --over seconds times a step of each recipe on this machine,
-    unless an earlier call did.
+    mean, +- half the range from the least to the greatest. A damaged run is left out, and the exit code is then 1.
+    --over seconds times a step of each recipe on this machine, unless an earlier call did.
 
     \b
     Examples:
@@ -98,3 +98,4 @@ def command(
         else:
             tables = compare_tables(comparison.groups, equals, sizes)
             click.echo("\n".join(table.render(format) for table in tables), nl=False)
+    return 1 if comparison.damaged else 0

@@ -52,6 +52,7 @@ TOKENIZERS = (SENTENCEPIECE_FILE, BYTE_LEVEL_FILE) = ("tokenizer.model", "tokeni
 OWN = {"recipe.yaml", "run.json", "metrics.jsonl", "train.log", *TOKENIZERS, "checkpoints"}
 OWN |= {"best", "latest", "done"}
 CHOOSE = "choose another -o"
+LOST_RECORD = "delete it: then only the record of how the run was started and how it ended is lost"
 
 
 def tokenizer_file(folder: Path) -> Path:
@@ -79,7 +80,7 @@ class RunDirectory:
         """The run at `path`.
 
         Raises:
-            UserError: there is none.
+            UserError: there is none, or (exit code 1) its recipe is missing.
         """
         run = cls(path)
         if not run.recipe_file.is_file():
@@ -89,6 +90,8 @@ class RunDirectory:
                 raise UserError(
                     f"{path} is attached to a model (expected a run)", "see what takes it with `pkmlm help attach`"
                 )
+            if run.steps():
+                run.recipe()  # says that it is missing
             what = "is not a run directory (no recipe.yaml in it)" if run.path.exists() else "does not exist"
             raise UserError(f"run {path} {what}", "give a folder that `pkmlm train -o` wrote")
         return run
@@ -130,7 +133,8 @@ class RunDirectory:
         for folder in (self.checkpoints, self.path / USAGE):
             refuse_link(folder)
         entries = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        if ".lock" in entries or {"recipe.yaml", "run.json"} <= entries:  # only a run has these
+        known = {"recipe.yaml", "run.json"} & entries
+        if ".lock" in entries or len(known) == 2 or (known and self.steps()):  # only a run has these
             return
         for name in sorted(entries & OWN):
             raise UserError(f"-o {self.path} is not a run, but holds {name}, which training would overwrite", CHOOSE)
@@ -266,10 +270,9 @@ class RunDirectory:
     def facts(self) -> dict[str, Any]:
         """run.json; empty before the first write."""
         path = self.path / "run.json"
-        hint = "delete it: it only records how the run was started and how it ended"
         facts: dict[str, Any] = {}
         if path.exists():
-            facts = read_json(path, "the run's record", hint, exit_code=1, schema=RunFacts)
+            facts = read_json(path, "the run's record", LOST_RECORD, exit_code=1, schema=RunFacts)
         return facts
 
     def status(self) -> str | None:
@@ -296,7 +299,7 @@ class RunDirectory:
         """
         file, altered = self.path / "run.json", []
         try:
-            facts = read_signed(file, "the run's record", RunFacts) if file.exists() else {}
+            facts = read_signed(file, "the run's record", RunFacts, LOST_RECORD) if file.exists() else {}
         except Altered:
             facts, altered = self.facts(), [file]
         if (sha256 := facts.get("recipe_sha256")) and sha256 != sha256_of(self.recipe_file):

@@ -424,14 +424,14 @@ def content_digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_signed(path: Path, what: str, schema: Any) -> dict[str, Any]:
+def read_signed(path: Path, what: str, schema: Any, hint: str = "it is damaged: make it again") -> dict[str, Any]:
     """The content of a file that was `signed`, or that is of an older version and has no digest.
 
     Raises:
         Altered: the digest does not match the content.
         UserError: (exit code 1) the file is damaged or cannot be read.
     """
-    record: dict[str, Any] = read_json(path, what, exit_code=1, schema=schema)
+    record: dict[str, Any] = read_json(path, what, hint, exit_code=1, schema=schema)
     if DIGEST in record and record[DIGEST] != content_digest(record):
         raise Altered(path)
     record.pop(DIGEST, None)

@@ -348,9 +348,12 @@ def test_what_cannot_be_compared_is_named(run: Path, tmp_path: Path) -> None:
     (warned,) = warnings(run, like, twin)
     assert "test" in warned
     assert "(like; twin)" in warned
-    damaged = pkmlm("compare", like, copy_of(run, tmp_path / "d", **(same | {"valid": ["c"]})), code=1).stderr
-    assert "state.json" in damaged
-    assert "data.valid" in damaged
+    damaged = pkmlm(
+        "compare", copy_of(run, tmp_path / "d", **(same | {"valid": ["c"]})), like, "--format", "json", code=1
+    )
+    assert re.search("^warning: left out d: .*state.json.*data.valid", damaged.stderr, re.MULTILINE)
+    assert [each["run"] for each in json.loads(damaged.stdout)["runs"]] == ["like"]
+    assert "error: " in pkmlm("compare", tmp_path / "d", code=1).stderr
 
 
 def test_runs_that_started_from_others_weights_are_named(run: Path, tmp_path: Path) -> None:

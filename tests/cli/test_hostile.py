@@ -244,6 +244,25 @@ def test_a_run_whose_recipe_is_damaged_continues_when_it_is_written_again(begun,
     assert "is complete already" in on(begun, copy).stdout
 
 
+@pytest.mark.parametrize("name", ["recipe.yaml", "run.json"])
+def test_checkpoints_without_their_record_or_recipe_are_still_a_run(begun, copy, name):
+    (copy / ".lock").unlink()  # as `cp -r run/* elsewhere/` leaves it behind
+    (copy / name).unlink()
+    if name == "run.json":
+        on(begun, copy, "-s", "train.steps=9")
+        assert RunDirectory(copy).done() == 9
+        return
+    for said in (on(begun, copy, code=1), pkmlm("eval", copy, code=1), pkmlm("usage-report", copy, code=1)):
+        assert "recipe.yaml is missing or damaged" in said.stderr
+
+
+def test_a_report_of_a_checkpoint_without_its_manifest_is_refused(copy):
+    (copy / "checkpoints/step-00000008/manifest.json").unlink()
+    said = pkmlm("usage-report", copy, "--step", "8", code=1).stderr
+    assert "manifest is missing" in said
+    assert "hint: the checkpoint is damaged" in said
+
+
 def test_another_s_damaged_checkpoint_begins_no_run(begun, copy, tmp_path):
     for path in copy.glob("checkpoints/*/weights.safetensors"):
         path.write_bytes(b"")
