@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,7 +137,7 @@ class LogitLens:
     @torch.no_grad()
     def logits(self, slots_S: Tensor) -> Tensor:
         """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
-        slots_S = slots_S.to(next(self.memory.parameters()).device)
+        slots_S = slots_S.to(next(chain(self.memory.parameters(), self.memory.buffers())).device)
         v_SD = self.memory.sign * self.memory.answer(slots_S).to(self.device)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
         norm = self.model.norm

@@ -134,8 +134,8 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
         return _measure(run, step, reading)
     number, first = run.resolve(step), world is None or world.rank == 0  # other ranks keep nothing
     number = world.broadcast(number) if world else number
-    # What the report depends on: hashes of recipe, checkpoint and text or tokens, and how the text is read.
     read_checkpoint_manifest(run.checkpoint(number))  # refuses a damaged one
+    # What the report depends on: hashes of recipe, checkpoint and text or tokens, and how the text is read.
     source: dict[str, Any] = {
         "recipe": sha256_of(run.recipe_file),
         "checkpoint": sha256_of(run.checkpoint(number) / MANIFEST),

@@ -63,7 +63,7 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+                os.replace(temporary, path)
             sync_folder(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
