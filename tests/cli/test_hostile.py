@@ -170,7 +170,8 @@ def test_keys_that_decide_a_runs_numbers_are_fixed():
 
 
 def test_only_what_changes_numbers_is_listed():
-    facts = {"versions": {"torch": "2", "numpy": "2"}, "device": "cpu", "precision": "fp32", "ranks": 1}
+    versions = {"torch": "2", "numpy": "2"}
+    facts = {"versions": versions, "source_sha256": "a", "device": "cpu", "precision": "fp32", "ranks": 1}
     plain = Recipe()
     longer = replace(plain, train=replace(plain.train, steps=2 * plain.train.steps))
     cosine, long_cosine = (replace(each, optim=replace(each.optim, schedule="cosine")) for each in (plain, longer))
@@ -182,6 +183,7 @@ def test_only_what_changes_numbers_is_listed():
     for before, now, after, changed in (
         (plain, plain, facts | {"ranks": 2}, ["ranks was 1 and is now 2"]),
         (plain, plain, facts | {"device": "cuda"}, ["device was cpu and is now cuda"]),
+        (plain, plain, facts | {"source_sha256": "b"}, ["the code of pkmlm has changed"]),
         (cosine, long_cosine, facts, ["train.steps was"]),
         (plain, decaying, facts, ["train.steps was", "optim.decay_steps was 0 and is now 9"]),
         (plain, divided, facts, ["train.recompute was false and is now true", "parallel.shard was false"]),
