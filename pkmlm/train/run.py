@@ -90,6 +90,7 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
                 run.note(**asdict(outcome))
                 if outcome.exit_code == 0:  # nothing is left to do; the file `done`, written last, says so
                     run.refuse_replaced()
+                    run.clean()  # what could not be deleted before: the same command would do nothing more
                     write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
 
