@@ -397,7 +397,7 @@ def write_index(place: Path, index: Index) -> None:
                     f"of {documents:,} document{'s' * (documents != 1)}, none falls into {split}",
                     "get more documents with --separator, hold out another percentage, or give the split its own files",
                 )
-            names = ["standard input" if origin.name == "-" else origin.name for origin in about.sources]
+            names = ["standard input" if origin.name == STANDARD_INPUT else origin.name for origin in about.sources]
             files = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             found = f"{about.empty:,} empty document{'s' * (about.empty != 1)}" if about.empty else "no documents"
             raise UserError(f"no text for {split} in {files} ({found})")

@@ -31,6 +31,7 @@ from pkmlm.console import warn
 from pkmlm.errors import UserError, read_errors
 
 MANIFEST = "manifest.json"
+MAKE_AGAIN = "it is damaged: make it again"  # a hint
 LOCK_PATIENCE = 0.2  # seconds; `abandoned` holds a lock for less
 
 
@@ -342,7 +343,7 @@ def read_bytes(path: str | Path) -> bytes:
 def read_json(
     path: Path,
     what: str,
-    hint: str = "it is damaged: make it again",
+    hint: str = MAKE_AGAIN,
     exit_code: int = 2,
     *,
     schema: Any = None,

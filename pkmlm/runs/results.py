@@ -37,6 +37,7 @@ from typing_extensions import NotRequired, TypedDict
 from pkmlm.console import warn
 from pkmlm.errors import UserError
 from pkmlm.runs.files import (
+    MAKE_AGAIN,
     MANIFEST,
     Damaged,
     Manifest,
@@ -424,7 +425,7 @@ def content_digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_signed(path: Path, what: str, schema: Any, hint: str = "it is damaged: make it again") -> dict[str, Any]:
+def read_signed(path: Path, what: str, schema: Any, hint: str = MAKE_AGAIN) -> dict[str, Any]:
     """The content of a file that was `signed`, or that is of an older version and has no digest.
 
     Raises:
