@@ -191,7 +191,7 @@ def without_state(checkpoint: Path, *keys: str) -> None:
 
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint's state, and what its manifest says of it."""
-    from pkmlm.runs.files import entry_of, write_json
+    from pkmlm.files import entry_of, write_json
 
     file, step = checkpoint / "manifest.json", int(checkpoint.name.removeprefix("step-"))
     manifest = json.loads(file.read_text()) if file.exists() else {"version": 1, "step": step, "files": {}}

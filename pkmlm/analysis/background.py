@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pkmlm.console import token_progress, warn_each
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
+from pkmlm.files import MANIFEST, sha256_of
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import MANIFEST, sha256_of
 from pkmlm.runs.results import arrays_digest, read_arrays, signed_arrays, write_arrays
 
 if TYPE_CHECKING:  # these modules import torch

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from pkmlm.analysis.equal import Equal, Over, at_equal
 from pkmlm.errors import UserError
+from pkmlm.files import Damaged
 from pkmlm.recipe.schema import Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import Damaged
 from pkmlm.runs.results import (
     SweepTimings,
     altered_results,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from pkmlm.data.batches import permute
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
+from pkmlm.files import remove_file
 from pkmlm.model.memory.base import SparseMemory, memories
 from pkmlm.model.memory.values import side_by_side
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.files import remove_file
 from pkmlm.runs.results import drift_file, drift_state_file, read_arrays, signed_arrays, write_arrays
 from pkmlm.seeds import derived_seed
 

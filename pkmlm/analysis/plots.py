@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from pkmlm.analysis.usage import MemoryUsage, memory_label, reads_of_a_slot
 from pkmlm.errors import printable
-from pkmlm.runs.files import make_folder, writing
+from pkmlm.files import make_folder, writing
 from pkmlm.runs.results import validations
 
 Metrics = Sequence[Mapping[str, Any]]

@@ -18,8 +18,8 @@ from pkmlm.data.sources import expand_glob, find_source
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
+from pkmlm.files import MANIFEST, entry_of, json_text, sha256_of
 from pkmlm.runs.directory import RunDirectory, tokenizer_file
-from pkmlm.runs.files import MANIFEST, entry_of, json_text, sha256_of
 from pkmlm.runs.results import (
     USAGE,
     read_checkpoint_manifest,

@@ -20,9 +20,9 @@ from pkmlm.cost import cost_of
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import default_device, machine, select_device
 from pkmlm.errors import UserError, memory_errors
+from pkmlm.files import write_json
 from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import write_json
 from pkmlm.runs.results import STEPS, StepTimes, read_signed, signed
 from pkmlm.train.step import train_step
 

@@ -89,7 +89,7 @@ def command(
     """
     from pkmlm.distributed import init_distributed
     from pkmlm.evaluate.evaluation import evaluate_run
-    from pkmlm.runs.files import write_text
+    from pkmlm.files import write_text
 
     with init_distributed() as world, world.errors_on_rank_zero():
         if options["tasks"] is None:

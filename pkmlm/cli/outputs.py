@@ -7,7 +7,7 @@ import click
 
 from pkmlm.cli.options import given
 from pkmlm.errors import UserError
-from pkmlm.runs.files import exists, is_leftover, remove_leftovers
+from pkmlm.files import exists, is_leftover, remove_leftovers
 
 
 def free_file(option: str, path: str | None, force: bool) -> Path | None:

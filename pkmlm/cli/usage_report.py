@@ -172,7 +172,7 @@ def command(
             say_drawn(sum(map(len, drawn)), folder)
         if page is not None:
             from pkmlm.analysis.page import usage_page
-            from pkmlm.runs.files import write_text
+            from pkmlm.files import write_text
 
             write_text(page, usage_page(reports))
             click.echo(f"the page is {printable(str(page))} ({page.stat().st_size / 1e6:.1f} MB)", err=True)

@@ -10,7 +10,7 @@ from pkmlm.data.corpus import Index, Part, open_files, open_tokenizer, read_part
 from pkmlm.data.shards import Progress, TokenStream, Warn, warn_of_documents, write_index, write_splits
 from pkmlm.data.text import Tally
 from pkmlm.errors import UserError
-from pkmlm.runs.files import writing_folder
+from pkmlm.files import writing_folder
 
 
 def join_parts(

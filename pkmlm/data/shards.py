@@ -32,7 +32,7 @@ from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, rereadable
 from pkmlm.data.text import AT_LINES, FIELD, Chunk, Cuts, Tally, check_separator_and_field, read_chunks, within
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.runs.files import writing, writing_folder
+from pkmlm.files import writing, writing_folder
 
 SHARD_BYTES = 1 << 30  # of a full shard; a multiple of HASHED
 BATCH_CHARACTERS = 1 << 20

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from pkmlm.errors import SHORTAGES, UserError, read_errors
-from pkmlm.runs.files import open_file, write_errors
+from pkmlm.files import open_file, write_errors
 
 FORMATS = ("txt", "jsonl", "parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

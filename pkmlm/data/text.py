@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, temporary_copy
 from pkmlm.errors import UserError
-from pkmlm.runs.files import open_file
+from pkmlm.files import open_file
 
 WINDOW = 2048  # characters: SentencePiece's BPE slows down on long strings
 FIELD = "text"  # the usual name of the key or column that holds the text

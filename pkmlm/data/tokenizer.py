@@ -10,7 +10,7 @@ from pkmlm.data.byte_level_bpe import ByteLevelBPE
 from pkmlm.data.sentencepiece_model import HINT, MARK, SentencePieceModel, learn
 from pkmlm.data.text import chunks_of, has_surrogate
 from pkmlm.errors import UserError, read_errors
-from pkmlm.runs.files import open_file
+from pkmlm.files import open_file
 
 LARGEST = 256 << 20  # bytes of a tokenizer's file; of those in use, the largest have 40 MB
 PROBES = (

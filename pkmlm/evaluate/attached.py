@@ -21,6 +21,7 @@ from pkmlm.errors import UserError, first_line, is_out_of_memory
 from pkmlm.export.attached import check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
+from pkmlm.files import MANIFEST, read_json
 from pkmlm.model.attached import (
     DENSE,
     NAME,
@@ -38,7 +39,6 @@ from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
 from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
-from pkmlm.runs.files import MANIFEST, read_json
 
 CONTEXT = 2048  # most tokens that a model reads at once: the maximum in its config may not fit into memory
 

@@ -21,7 +21,7 @@ from lm_eval.api.task import ConfigurableTask
 from pkmlm.data.text import json_object
 from pkmlm.errors import UserError, read_errors
 from pkmlm.evaluate.task_file import LOCAL
-from pkmlm.runs.files import read_bytes
+from pkmlm.files import read_bytes
 
 LABELS = {"copa": (0, 1)}  # of stock tasks whose function treats any other label as the last
 

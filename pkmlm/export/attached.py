@@ -15,9 +15,9 @@ from typing_extensions import TypedDict
 from pkmlm import __version__
 from pkmlm.errors import UserError
 from pkmlm.export.config import ATTACHED, is_attached
+from pkmlm.files import MANIFEST, check_files, entry_of, read_json, read_manifest, write_json, writing_folder
 from pkmlm.model.attached import NAME, Attached, Mode, base_parameters
 from pkmlm.runs.checkpoint import load_tensors, write_tensors
-from pkmlm.runs.files import MANIFEST, check_files, entry_of, read_json, read_manifest, write_json, writing_folder
 
 VERSION = 1
 WEIGHTS = "attached.safetensors"

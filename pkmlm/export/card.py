@@ -6,10 +6,10 @@ from typing import Any
 from pkmlm.console import warn
 from pkmlm.errors import printable
 from pkmlm.export.config import Origin
+from pkmlm.files import Damaged
 from pkmlm.recipe.constraints import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import Damaged
 from pkmlm.runs.results import EVAL, perplexity_file, read_evaluation
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typing_extensions import NotRequired, TypedDict
 
 from pkmlm.errors import UserError
+from pkmlm.files import check_json, read_json
 from pkmlm.recipe.constraints import check_recipe, memory_layers
 from pkmlm.recipe.load import bind
 from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Model, Recipe
-from pkmlm.runs.files import check_json, read_json
 
 if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer

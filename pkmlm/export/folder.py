@@ -31,13 +31,7 @@ from pkmlm.export.config import (
     special_ids,
     tokenizer_config,
 )
-from pkmlm.kernels.reference import quantize
-from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.constraints import require_softmax
-from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.checkpoint import check_tensors, open_safetensors, write_tensors
-from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
-from pkmlm.runs.files import (
+from pkmlm.files import (
     MANIFEST,
     check_files,
     entry_of,
@@ -49,6 +43,12 @@ from pkmlm.runs.files import (
     writing,
     writing_folder,
 )
+from pkmlm.kernels.reference import quantize
+from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.constraints import require_softmax
+from pkmlm.recipe.schema import Recipe
+from pkmlm.runs.checkpoint import check_tensors, open_safetensors, write_tensors
+from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
 
 VERSION = 1
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

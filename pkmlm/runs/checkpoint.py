@@ -25,8 +25,7 @@ from torch import Tensor
 from pkmlm.device import is_finite
 from pkmlm.distributed import ProcessGroups, World, is_shard, local_part
 from pkmlm.errors import UserError, first_line
-from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import (
+from pkmlm.files import (
     MANIFEST,
     Damaged,
     check_files,
@@ -40,6 +39,7 @@ from pkmlm.runs.files import (
     write_json,
     writing_folder,
 )
+from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import CHECKPOINT_VERSION, STATE, damaged_hint, read_checkpoint_manifest, read_state
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"

@@ -15,9 +15,7 @@ from typing import Any
 
 from pkmlm.console import warn
 from pkmlm.errors import UserError
-from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
-from pkmlm.runs.files import (
+from pkmlm.files import (
     abandoned,
     locked,
     make_folder,
@@ -32,6 +30,8 @@ from pkmlm.runs.files import (
     write_text,
     writing,
 )
+from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
 from pkmlm.runs.results import (
     EVAL,
     USAGE,

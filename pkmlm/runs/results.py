@@ -36,7 +36,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from pkmlm.console import warn
 from pkmlm.errors import UserError
-from pkmlm.runs.files import (
+from pkmlm.files import (
     MAKE_AGAIN,
     MANIFEST,
     Damaged,

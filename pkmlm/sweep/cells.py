@@ -9,12 +9,12 @@ from pathlib import Path
 from pkmlm.analysis.compare import Facts, facts_of
 from pkmlm.data.corpus import read_index
 from pkmlm.errors import UserError
+from pkmlm.files import open_file
 from pkmlm.recipe.load import read_tree, recipe_of
 from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.recipe.warnings import warnings
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import open_file
 from pkmlm.sweep.grid import Grid, Point, assignments, overlap
 from pkmlm.sweep.measures import MEASURES
 

@@ -21,9 +21,9 @@ from pkmlm.analysis.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.console import Column, Table, number
 from pkmlm.environment import source_commit, source_sha256
 from pkmlm.errors import UserError
+from pkmlm.files import make_folder, write_json, write_text
 from pkmlm.recipe.schema import recipe_sha256
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import make_folder, write_json, write_text
 from pkmlm.runs.results import SweepTimings, Timed, read_signed, signed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune, assignments

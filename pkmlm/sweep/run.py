@@ -30,10 +30,10 @@ from pkmlm.environment import usable_cores
 from pkmlm.errors import UserError, memory_errors, printable
 from pkmlm.evaluate.documents import open_split
 from pkmlm.evaluate.load import load_run
+from pkmlm.files import locked, make_folder, write_text
 from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.recipe.shipped import find_base
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import locked, make_folder, write_text
 from pkmlm.runs.results import altered_results
 from pkmlm.signals import StopRequest, signal_name, stop_on_signals
 from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, best, facts_at_end, finished, steps_taken

@@ -9,6 +9,7 @@ import torch
 
 from pkmlm.data.canonical import canonical_sha256
 from pkmlm.errors import UserError
+from pkmlm.files import MANIFEST, sha256_of
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
@@ -16,7 +17,6 @@ from pkmlm.recipe.schema import flatten, scalar_text
 from pkmlm.recipe.warnings import unused_keys
 from pkmlm.runs.checkpoint import check_weights, load_weights, read_progress, verify
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import MANIFEST, sha256_of
 from pkmlm.train.job import Job
 
 HEAD = "untied_head.weight"

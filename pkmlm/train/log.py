@@ -20,9 +20,9 @@ from rich.table import Column
 
 from pkmlm.analysis.usage import memory_label
 from pkmlm.errors import UserError, printable
+from pkmlm.files import open_log, write_errors
 from pkmlm.recipe.schema import Log
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import open_log, write_errors
 from pkmlm.train.monitor import TrainingMonitor
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from pkmlm.analysis.drift import Drift, RecentReads
 from pkmlm.errors import NotFinite, UserError
+from pkmlm.files import remove_file
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.runs import checkpoint
 from pkmlm.runs.checkpoint import Validations
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import remove_file
 from pkmlm.signals import StopRequest
 from pkmlm.train.log import RunLog
 from pkmlm.train.resume_check import fixed_keys

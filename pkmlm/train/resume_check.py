@@ -4,10 +4,10 @@ from contextlib import suppress
 from typing import Any
 
 from pkmlm.errors import UserError
+from pkmlm.files import Damaged
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.runs.checkpoint import read_progress
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import Damaged
 from pkmlm.train.job import Job, hashes_of
 
 # The keys, or beginnings of keys, that may change when a run is resumed. Changes of CHANGES_NUMBERS are reported: later

@@ -11,12 +11,12 @@ from pkmlm.data.batches import Batches
 from pkmlm.device import DeviceSettings, select_device
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
 from pkmlm.errors import UserError, is_out_of_memory, printable
+from pkmlm.files import remove_file, write_text
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import Progress, check_weights, quarantine_damaged_checkpoints, read_progress
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import remove_file, write_text
 from pkmlm.runs.results import set_aside_later
 from pkmlm.signals import StopRequest, stop_on_signals
 from pkmlm.train.init_from import check_init_from, load_init_from

@@ -31,8 +31,8 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.evaluate.attached import Hosted, load_host
 from pkmlm.evaluate.documents import documents_of_split, open_split
 from pkmlm.evaluate.perplexity import score
+from pkmlm.files import make_folder, write_json, write_text
 from pkmlm.runs.directory import tokenizer_file
-from pkmlm.runs.files import make_folder, write_json, write_text
 
 RECIPES = Path(__file__).resolve().parents[1]
 MEMORY = {"kind": "product-key", "num_keys": 128, "heads": 4, "topk": 8, "key_dim": 64}

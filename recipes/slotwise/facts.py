@@ -34,13 +34,13 @@ from pkmlm.evaluate.documents import TextChoice, documents_of_split
 from pkmlm.evaluate.likelihood import score_targets
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import score
+from pkmlm.files import make_folder, write_json, write_text
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import tables_of
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import make_folder, write_json, write_text
 from pkmlm.train.step import TrainState, train_step
 
 # {a}: the fact, the last word. Of each twelve, the last four are held out: two to choose a rate, two to report.

@@ -21,9 +21,9 @@ from pkmlm.analysis.dense_equivalent import dense_equivalents
 from pkmlm.analysis.equal import at_equal
 from pkmlm.bench.steps import timed_part
 from pkmlm.export.card import known_scores
+from pkmlm.files import write_json
 from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import write_json
 from pkmlm.runs.results import signed
 from tests.conftest import ROOT, pkmlm, write_state
 

@@ -18,9 +18,9 @@ import pytest
 
 from pkmlm.bench.rounds import Timing
 from pkmlm.cli.sweep import parse_devices
+from pkmlm.files import locked, write_json
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import locked, write_json
 from pkmlm.runs.results import signed
 from pkmlm.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end

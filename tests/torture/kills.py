@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pkmlm.runs.files import temporary_name
+from pkmlm.files import temporary_name
 from tests.torture.oracle import INIT_SCALE, KINDS, Ground
 from tests.torture.phases import TOKENIZING, TRAINING, Phases, phases_of
 

@@ -126,7 +126,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 def agree(folder: Path) -> None:
     """Write the manifest that the files of a checkpoint now have: that of somebody who means harm."""
-    from pkmlm.runs.files import json_text, sha256_of
+    from pkmlm.files import json_text, sha256_of
 
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())

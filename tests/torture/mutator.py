@@ -20,9 +20,9 @@ import numpy as np
 
 from pkmlm.console import Column, Table, number
 from pkmlm.errors import UserError
+from pkmlm.files import json_text
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, leaves, scalar_text
-from pkmlm.runs.files import json_text
 from pkmlm.runs.results import write_evaluation
 from pkmlm.sweep.cells import Cells
 from pkmlm.sweep.grid import read_grid

@@ -15,13 +15,13 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
+from pkmlm.files import Damaged, writing_folder
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs import checkpoint
 from pkmlm.runs.checkpoint import Progress, load_tensors, part_name, parts_of, verify, write_tensors
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import Damaged, writing_folder
 from pkmlm.train.job import Job
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from tests.conftest import write_state

@@ -18,7 +18,7 @@ from pkmlm.data.sources import find_sources
 from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.runs.files import json_text
+from pkmlm.files import json_text
 
 SEPARATOR = "\n\n\n"
 

@@ -8,7 +8,7 @@ import pytest
 from pkmlm.data.tokenizer import PROBES, Tokenizer
 from pkmlm.export.config import tokenizer_config
 from pkmlm.export.tokenization_pkmlm import PkmlmTokenizer
-from pkmlm.runs.files import write_json
+from pkmlm.files import write_json
 
 TEXTS = [
     *PROBES,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pkmlm.errors import UserError
+from pkmlm.files import json_text
 from pkmlm.recipe.schema import Log
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import json_text
 from pkmlm.train.log import TrainingLog
 from tests.conftest import ROOT, without_state
 from tests.forks import Forks

@@ -14,10 +14,9 @@ from threading import Timer
 
 import pytest
 
+from pkmlm import files
 from pkmlm.errors import UserError
-from pkmlm.runs import files
-from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import (
+from pkmlm.files import (
     Damaged,
     check_files,
     entry_of,
@@ -32,6 +31,7 @@ from pkmlm.runs.files import (
     writing,
     writing_folder,
 )
+from pkmlm.runs.directory import RunDirectory
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -74,7 +74,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path, at):
     with writing_folder(out) as folder:
         fill(folder, "old", "ab")
     program = (
-        "import os; from pathlib import Path; from pkmlm.runs.files import writing_folder, write_text\n"
+        "import os; from pathlib import Path; from pkmlm.files import writing_folder, write_text\n"
         f"left, rename = [{at}], os.rename\n"
         "def killed(*names):\n"
         "    left[0] -= 1\n"
@@ -97,7 +97,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path, at):
 
 def test_a_killed_process_s_leftovers_are_deleted_and_no_others(tmp_path):
     program = (
-        "import os; from pathlib import Path; from pkmlm.runs.files import writing, writing_folder\n"
+        "import os; from pathlib import Path; from pkmlm.files import writing, writing_folder\n"
         "with writing(Path('f')) as file, writing_folder(Path('d')) as folder:\n"
         "    (folder / 'x').touch(); os._exit(137)"
     )
@@ -129,7 +129,7 @@ def test_a_folder_that_another_process_writes_is_refused(tmp_path):
     out, writer = (
         tmp_path / "out",
         (
-            "import sys; from pathlib import Path; from pkmlm.runs.files import writing_folder\n"
+            "import sys; from pathlib import Path; from pkmlm.files import writing_folder\n"
             "with writing_folder(Path(sys.argv[1])) as folder:\n"
             "    (folder / 'a').write_text('first')\n"
             "    print('writing', flush=True)\n"
@@ -208,7 +208,7 @@ def test_a_folder_of_which_something_cannot_be_deleted_is_gone_under_its_name():
 
 def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from pkmlm.runs.files import write_text\n"
+        "import sys; from pathlib import Path; from pkmlm.files import write_text\n"
         "for _ in range(50): write_text(Path('f'), sys.argv[1] * 100_000)"
     )
     running = [

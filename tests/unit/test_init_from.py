@@ -13,11 +13,11 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import DeviceSettings
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
+from pkmlm.files import MANIFEST, entry_of, read_json, write_json
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.checkpoint import write_tensors
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import MANIFEST, entry_of, read_json, write_json
 from pkmlm.train.init_from import check_init_from
 from pkmlm.train.job import Job
 from pkmlm.train.run import initial_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pkmlm.runs.files import json_text, sha256_of
+from pkmlm.files import json_text, sha256_of
 from tests.conftest import pkmlm
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from pkmlm.errors import UserError
+from pkmlm.files import write_json
 from pkmlm.recipe.schema import Log
-from pkmlm.runs.files import write_json
 from pkmlm.train.log import TrainingLog
 
 

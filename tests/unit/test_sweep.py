@@ -11,10 +11,10 @@ import pytest
 
 from pkmlm.analysis.plots import Look
 from pkmlm.errors import UserError
+from pkmlm.files import write_json
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.recipe.schema import dump_recipe, recipe_sha256
-from pkmlm.runs.files import write_json
 from pkmlm.runs.results import signed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken
 from pkmlm.sweep.grid import Grid, read_grid
