@@ -220,6 +220,16 @@ def _part(world: World, parts: list[list[int]]) -> World:
     return World(dist.get_rank(group), dist.get_world_size(group), group, world.comm_stats)
 
 
+def for_background(world: World) -> World:
+    """The same ranks with a group of their own, over gloo, for collectives of a thread beside the main one; all ranks
+    call it. What it sends is not counted in the statistics of `world`.
+    """
+    if world.size == 1:
+        return World()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
+    return World(world.rank, world.size, group)
+
+
 def is_shard(tensor: Any) -> bool:
     """Whether this rank holds only a part of the tensor (a DTensor)."""
     return hasattr(tensor, "to_local")

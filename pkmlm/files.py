@@ -19,6 +19,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import is_dataclass
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -381,14 +382,17 @@ def read_json(
 
 
 def check_json(value: Any, schema: Any) -> Any:
-    """Return a JSON value if it has the type `schema`, which may be made of TypedDicts: an object may have other keys.
-    Nothing is converted, except that an int passes for a float.
+    """Return a JSON value if it has the type `schema`, or the dataclass that it makes if `schema` is one. An object may
+    have other keys than its TypedDict or dataclass. Nothing is converted, except that an int passes for a float.
 
     Raises:
         TypeError: it does not; the message says where, and what was found there.
     """
+    adapter = _adapter(schema)
     try:
-        _adapter(schema).validate_python(value, strict=True)
+        if is_dataclass(schema):
+            return adapter.validate_json(json.dumps(value), strict=True)
+        adapter.validate_python(value, strict=True)
     except ValidationError as problem:
         error = problem.errors(include_url=False)[0]
         place, found = list(error["loc"]), f"is {str(error['input'])[:40]!r}"

@@ -5,7 +5,9 @@ Needs torch only to count.
 K: rows of a table.
 """
 
+import hashlib
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,8 @@ from numpy.typing import NDArray
 from pkmlm.console import token_progress, warn_each
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
-from pkmlm.files import MANIFEST, sha256_of
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import arrays_digest, read_arrays, signed_arrays, write_arrays
+from pkmlm.runs.results import read_arrays, write_arrays
 
 if TYPE_CHECKING:  # these modules import torch
     from pkmlm.distributed import World
@@ -35,7 +36,7 @@ class Background:
     Attributes:
         run, step: of the model.
         split: the split of the run's tokens that was read, or the name of a text.
-        checkpoint: the sha256 of its manifest.
+        checkpoint: the digest of its checkpoint.
         batches: how many were counted.
         batch_tokens: scored tokens of a batch, at least; the text's last batch may have fewer.
         read_by: by the table's path in the model, how many batches read each row: int64 (K).
@@ -61,24 +62,25 @@ class Background:
 
     @property
     def digest(self) -> str:
-        return arrays_digest(self.arrays)
+        """The sha256 of all that it holds."""
+        digest = hashlib.sha256()
+        for name, array in sorted(self.arrays.items()):
+            digest.update(json.dumps([name, array.dtype.str, array.shape]).encode() + array.tobytes())
+        return digest.hexdigest()
 
     def write(self, path: Path) -> None:
-        """Write a signed .npz file."""
-        write_arrays(path, signed_arrays(self.arrays))
+        """Write an .npz file."""
+        write_arrays(path, self.arrays)
 
     @classmethod
     def read(cls, path: Path) -> "Background":
         """What `write` wrote.
 
         Raises:
-            UserError: the file is missing, damaged or altered (exit code 1), or of another kind (2).
+            UserError: the file is missing or damaged (exit code 1), or of another kind (2).
         """
         hint = "pkmlm usage-report RUN --split train --background FILE writes one"
-        no_background = UserError(f"{path} is not a background of slots", hint)
-        if not set(ORIGIN) <= read_arrays(path).keys():
-            raise no_background
-        arrays = read_arrays(path, signed=True)
+        arrays = read_arrays(path)
         try:
             origin: dict[str, Any] = {name: arrays[name].item() for name in ORIGIN}
             paths = [name.removesuffix(".reads") for name in arrays if name.endswith(".reads")]
@@ -88,7 +90,7 @@ class Background:
             )
             return cls(**origin, read_by=read_by, reads=reads)
         except (KeyError, TypeError, ValueError):
-            raise no_background from None
+            raise UserError(f"{path} is not a background of slots", hint) from None
 
     def as_json(self) -> dict[str, Any]:
         """Where it comes from, and for each table: its slots, how many of them any batch reads, how many every batch
@@ -139,7 +141,6 @@ def count_background(
     loaded = load_on_all_ranks(run.path, step, world)
     if choice.text is None and choice.split is None:
         choice = choice._replace(split="train")
-    manifest = sha256_of(run.checkpoint(loaded.step) / MANIFEST)  # training may remove this checkpoint meanwhile
     documents, model = chosen_documents(choice, loaded), loaded.model
     if not any(table.group == "values" for table in tables_of(model).values()):
         message = f"the model of {run.path} has no memory with a table of values"
@@ -173,7 +174,7 @@ def count_background(
         run=loaded.name,
         step=loaded.step,
         split=documents.name,
-        checkpoint=manifest,
+        checkpoint=loaded.checkpoint,
         batches=counted,
         batch_tokens=size,
         read_by={path: world.all_sum(read_by_K.cpu()).numpy() for path, read_by_K in read_by.items()},

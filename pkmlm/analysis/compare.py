@@ -13,18 +13,16 @@ from typing import Any, NamedTuple
 
 from pkmlm.analysis.equal import Equal, Over, at_equal
 from pkmlm.errors import UserError
-from pkmlm.files import Damaged
+from pkmlm.files import read_json
 from pkmlm.recipe.schema import Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.record import read_progress
 from pkmlm.runs.results import (
     SweepTimings,
-    altered_results,
     average_accuracy,
     partial_tasks,
-    read_signed,
+    perplexities,
     task_scores,
-    test_perplexity,
-    test_usage,
     validations,
 )
 
@@ -82,8 +80,8 @@ class Comparison:
 
     @cached_property
     def metrics(self) -> dict[str, list[Facts]]:
-        """The events of each run, see `RunDirectory.sound_metrics`."""
-        return {label: run.sound_metrics() for label, run in self.runs.items()}
+        """The events of each run."""
+        return {label: list(run.metrics()) for label, run in self.runs.items()}
 
     def at_equal(self, over: Over, per_step: Mapping[str, float]) -> Equal | None:
         """`at_equal` of these runs. Adds its facts to theirs, and what a step takes as OVER_per_step."""
@@ -159,7 +157,7 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     errors: dict[str, UserError] = {}
     for label, opened in runs.items():
         try:
-            facts.append(facts_of(label, opened, opened.sound_metrics()))
+            facts.append(facts_of(label, opened, list(opened.metrics())))
         except UserError as error:
             errors[label] = error
     for label, damage in errors.items():
@@ -171,12 +169,8 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     warnings += unread
     for run in facts:
         run["scoring_tokens_per_second"] = timed.get(run["run"])
-        opened, logged, last = runs[run["run"]], run["step"] or 0, saved[run["run"]]
-        altered = opened.altered()
-        left_out = {opened.metrics_file: ": it is left out"}
-        warnings += [f"{path} is not as training wrote it{left_out.get(path, '')}" for path in altered]
-        warnings += altered_results(opened.path)
-        if logged < last and opened.metrics_file not in altered:
+        logged, last = run["step"] or 0, saved[run["run"]]
+        if logged < last:
             ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
             warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
     shared = shared_tasks(facts)  # averages over different tasks cannot be compared
@@ -186,7 +180,7 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
             what = f"test perplexity is that of step {run['test_step']:,}, which is neither the latest nor the best"
             warnings.append(f"{run['run']}: {what}: run `pkmlm eval` again")
     for label, measured in runs.items():
-        if partial := partial_tasks(measured.path):
+        if partial := partial_tasks(measured.evaluations()):
             names = ", ".join(sorted(partial))
             warnings.append(f"{label}: left out {names}: measured only in part, with --limit")
     return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(facts), tuple(errors))
@@ -253,11 +247,11 @@ def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> tuple[dict[str, floa
     found, warnings = [], []
     for file, recipes in sweeps.items():
         try:
-            speeds = read_signed(file, "the sweep's results", SweepTimings).get("speed") or []
-        except Damaged as error:
+            speeds = read_json(file, "the sweep's results", schema=SweepTimings)["speed"]
+        except UserError as error:
             warnings.append(f"{error.message}; its timing is left out")
             continue
-        timed = {speed.get("recipe"): median(speed["tokens_per_second"]) for speed in speeds}
+        timed = {speed["recipe"]: median(speed["tokens_per_second"]) for speed in speeds}
         models = {
             without_seed(recipe): timed[sha256]
             for recipe in recipes.values()
@@ -282,16 +276,17 @@ def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts]) -> Facts:
     {"acc", ...}}, see `task_scores`), usage_step, usage (memories of the usage report of the test split at the highest
     step). The kind is dense, hash, the kind of memory, ngram, or several of them joined by " + ".
     """
-    recorded, recipe, latest = run.facts(), run.recipe(), run.latest_state()
-    parameters, data = recorded.get("parameters") or {}, latest["data"] if latest else {}
+    recorded, recipe, latest = run.facts(), run.recipe(), run.of_latest(read_progress)
+    parameters, data = recorded.get("parameters") or {}, latest.data if latest else {}
     train = [event for event in metrics if event["event"] == "train"]
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
     valid = [event for event in validations(metrics) if event.get("loss") is not None]
     best = min(valid, key=lambda event: float(event["loss"]), default={})
-    test_step, test = test_perplexity(run.path)
-    tasks_step, tasks = task_scores(run.path)
-    usage_step, usage = test_usage(run.path)
+    evaluations = run.evaluations()
+    test = next(iter(perplexities(evaluations, "test", recipe.model.context)), {})
     scores = test.get("perplexity") or {}
+    tasks_step, tasks = task_scores(evaluations)
+    usage = next((report for report in run.usage_reports() if report["split"] == "test"), {})
     return {
         "run": label,
         "kind": " + ".join(recipe.model.table_kinds) or "dense",
@@ -310,15 +305,15 @@ def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts]) -> Facts:
         "step": max((event["step"] for event in train), default=None),
         "tokens": max((event.get("tokens") or 0 for event in train), default=None),
         "tokens_per_second": median(speeds) if speeds else None,
-        "seconds": latest["seconds"] if latest else recorded.get("seconds"),
+        "seconds": latest.seconds if latest else recorded.get("seconds"),
         "valid_step": best.get("step"),
         **{f"valid_{key}": best.get(key) for key in ("loss", "token_ppl", "bits_per_byte")},
-        "test_step": test_step,
+        "test_step": test.get("step"),
         **{f"test_{key}": scores.get(key) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
         "test_text_sha256": (test.get("source") or {}).get("sha256"),
         "tasks_step": tasks_step,
         "tasks": tasks,
-        "usage_step": usage_step,
+        "usage_step": usage.get("step"),
         "usage": usage.get("memories") or [],
     }
 

@@ -14,17 +14,14 @@ from torch import Tensor, nn
 
 from pkmlm.data.batches import permute
 from pkmlm.distributed import World
-from pkmlm.errors import UserError
-from pkmlm.files import remove_file
 from pkmlm.model.memory.base import SparseMemory, memories
 from pkmlm.model.memory.values import side_by_side
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.results import drift_file, drift_state_file, read_arrays, signed_arrays, write_arrays
+from pkmlm.runs.results import drift_file, write_arrays
 from pkmlm.seeds import derived_seed
 
 SAMPLE = 2048  # values of a memory whose movement is measured
 WINDOW = 100  # steps over which the progress line counts slots
-NOTED = ("read_K", "last_K", "sample_S")  # arrays of a memory in both kinds of files
 
 
 class ReadSlots:
@@ -75,38 +72,39 @@ class Drift:
     that comes at least half as many steps after the last record.
 
     Reads of all slots are noted; the values of SAMPLE slots, drawn from the recipe's seed, are compared with those at
-    the last record. For a checkpoint between two records, kept-step-N.npz holds the state as long as the checkpoint
-    exists; a resume without an intact file starts recording over.
+    the last record. A checkpoint holds the state (`tensors`).
 
     Args:
         folder: RUN/usage.
         recipe: of the run.
-        model: whose memories are watched.
-        step: of the model's weights.
+        model: whose memories are watched, with the weights from which training starts.
         world: the ranks that train the model. All of them call each method; rank 0 writes.
-        allowed: called before each write; raises a UserError if the folder has become another run's.
-
-    Attributes:
-        warnings: about files that a resume could not use.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        recipe: Recipe,
-        model: nn.Module,
-        step: int,
-        world: World | None = None,
-        allowed: Callable[[], None] = lambda: None,
-    ):
-        self.world, self.allowed = world or World(), allowed
+    def __init__(self, folder: Path, recipe: Recipe, model: nn.Module, world: World | None = None):
+        self.world = world or World()
         self.folder, self.every, self.last = folder, recipe.eval.every, recipe.train.steps
         seed = derived_seed(recipe.train.seed, "drift")
         self.memories = [_MemoryDrift(memory, seed, self.world) for memory in memories(model)]
-        self.began = self.since = step
-        self.warnings: list[str] = []
-        self._resume(step)
-        self.began, self.since = self.world.broadcast([self.began, self.since])
+        self.since = 0  # the step of the last record
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a resume needs: for each memory, the slots read since the last record, when each was last found read,
+        and the sampled values at that record. Empty where there is no memory.
+        """
+        found = {} if not self.memories else {"since": torch.tensor(self.since)}
+        for number, memory in enumerate(self.memories):
+            memory.merge_ranks()
+            found |= {f"{number}.{name}": tensor for name, tensor in memory.state().items()}
+        return found
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from what `tensors` returned."""
+        if self.memories:
+            self.since = int(tensors["since"])
+        for number, memory in enumerate(self.memories):
+            for name, tensor in memory.state().items():
+                tensor.copy_(tensors[f"{number}.{name}"])
 
     def record(self, step: int, log_event: Callable[..., None]) -> None:
         """Record a step, if a record is due.
@@ -119,66 +117,21 @@ class Drift:
         ends = step == self.last and (step - self.since) * 2 >= self.every
         if not self.memories or step == self.since or not (ends or (self.every > 0 and step % self.every == 0)):
             return
-        first = self.since == self.began
         for memory in self.memories:
             memory.merge_ranks()
-        found = [memory.record(self.since, step, first) for memory in self.memories]
-        log_event("drift", step, since=self.since, began=self.began, memories=[numbers for numbers, _ in found])
+        found = [memory.record(self.since, step) for memory in self.memories]
+        log_event("drift", step, since=self.since, memories=[numbers for numbers, _ in found])
         self.since = step
-        self._write(drift_file(self.folder, step), step, [moved for _, moved in found])
-        for memory in self.memories:
-            memory.begin()
-
-    def keep(self, step: int) -> None:
-        """Write what a resume from a checkpoint between two records needs."""
-        if not self.memories or step == self.since:
-            return
-        for memory in self.memories:
-            memory.merge_ranks()
-        before = [{"before_SD": memory.before_SD} for memory in self.memories]
-        self._write(drift_state_file(self.folder, step), step, before)
-
-    def forget(self, steps: list[int]) -> None:
-        """Delete what was kept for all checkpoints but those of `steps`."""
-        kept = {drift_state_file(self.folder, step) for step in steps}
-        for file in self.folder.glob(drift_state_file(self.folder, "*").name):
-            if file not in kept:
-                remove_file(file)
-
-    def _write(self, path: Path, step: int, more: list[dict[str, Tensor]]) -> None:
-        """Write what each memory has noted, and its arrays in `more`."""
         arrays = {
             f"{number}-{name}": tensor.cpu().numpy()
-            for number, (memory, own) in enumerate(zip(self.memories, more, strict=True))
-            for name, tensor in ({name: getattr(memory, name) for name in NOTED} | own).items()
+            for number, (_, tensors) in enumerate(found)
+            for name, tensor in tensors.items()
         }
         with self.world.collective_errors():
             if self.world.rank == 0:
-                self.allowed()
-                write_arrays(path, signed_arrays({"steps": np.array([self.began, self.since, step]), **arrays}))
-
-    def _resume(self, step: int) -> None:
-        """Restore the state that an earlier process left at this step, if its file is intact."""
-        files = (drift_state_file(self.folder, step), drift_file(self.folder, step))
-        file = next((file for file in files if file.exists()), None)
-        if file is None:
-            return
-        try:
-            arrays = read_arrays(file)
-            noted = [memory.noted(number, arrays) for number, memory in enumerate(self.memories)]
-            began, since, at = (int(number) for number in arrays["steps"])
-            if not 0 <= began <= since <= at == step:
-                raise ValueError("another step's")
-        except (UserError, KeyError, ValueError, TypeError, OverflowError):
-            self.warnings.append(f"{file} is damaged, or of another memory: drift recording starts over here")
-            return
-        self.began, self.since = began, since
-        for memory, (read_K, last_K, before_SD) in zip(self.memories, noted, strict=True):
-            device = memory.read_K.device
-            if before_SD is not None:  # a checkpoint between two records
-                memory.read_K = torch.from_numpy(read_K).to(device)
-                memory.before_SD = torch.from_numpy(before_SD).to(device)
-            memory.last_K = torch.from_numpy(last_K).to(device)
+                write_arrays(drift_file(self.folder, step), arrays)
+        for memory in self.memories:
+            memory.begin()
 
 
 class _MemoryDrift(ReadSlots):
@@ -198,16 +151,21 @@ class _MemoryDrift(ReadSlots):
         own_Sd = self.values.weight_KD.detach()[self.sample_S].float()
         return side_by_side(self.values.ranks.all_gather(own_Sd), self.values.ranks.size)
 
-    def record(self, since: int, step: int, first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The numbers of the event, and how far each sampled value has moved (2-norm, (S,)), with its norm before.
+    def state(self) -> dict[str, Tensor]:
+        """What a resume needs, by name."""
+        return {"read_K": self.read_K, "last_K": self.last_K, "before_SD": self.before_SD}
+
+    def record(self, since: int, step: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The numbers of the event, and the arrays that they were computed from: which slots were read, when each was
+        last found read, the slots sampled, how far their values have moved (2-norm), and their norms before.
 
         `read` counts the slots read in this window, since the last record; `died` those read in the window before but
         not in this one; `woke` the reverse. Both are 0 in the first record. `never` counts the slots never read.
         `moved` is the median movement of the sampled slots that were read, relative to their norm before.
         """
         before_K = self.last_K == since
-        woke = 0 if first else int((self.read_K & ~before_K).sum())
-        died = 0 if first else int((before_K & ~self.read_K).sum())
+        woke = int((self.read_K & ~before_K).sum()) if since else 0
+        died = int((before_K & ~self.read_K).sum()) if since else 0
         self.last_K[self.read_K] = step
         moved_S = (self._values() - self.before_SD).norm(dim=1)
         norm_S = self.before_SD.norm(dim=1)
@@ -224,25 +182,10 @@ class _MemoryDrift(ReadSlots):
             "never": int((self.last_K == 0).sum()),
             "moved": median if math.isfinite(median) else None,
         }
-        return numbers, {"moved_S": moved_S, "norm_S": norm_S}
+        noted = {"read_K": self.read_K, "last_K": self.last_K, "sample_S": self.sample_S}
+        return numbers, {**noted, "moved_S": moved_S, "norm_S": norm_S}
 
     def begin(self) -> None:
         """Start the next window."""
         self.read_K.zero_()
         self.before_SD = self._values()
-
-    def noted(self, number: int, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, Any]:
-        """The read_K, last_K and before_SD (or None) that an earlier process wrote for this memory.
-
-        Raises:
-            ValueError, KeyError: the arrays are those of another memory.
-        """
-        read_K, last_K, sample_S = (arrays[f"{number}-{name}"] for name in NOTED)
-        before_SD = arrays.get(f"{number}-before_SD")
-        kept = [(read_K, self.read_K), (last_K, self.last_K), (before_SD, self.before_SD)]
-        alike = all(
-            found is None or (found.shape, found.dtype) == (own.shape, own.cpu().numpy().dtype) for found, own in kept
-        )
-        if not alike or not np.array_equal(sample_S, self.sample_S.cpu().numpy()):
-            raise ValueError("another memory's")
-        return read_K, last_K, before_SD

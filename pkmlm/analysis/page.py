@@ -34,7 +34,7 @@ def usage_page(reports: Sequence[RunUsage]) -> str:
         {
             "entry": report.entry | {"run": printable(report.entry["run"]), "split": printable(report.entry["split"])},
             "memories": [memory_data(*pair) for pair in zip(report.memories, report.slots, strict=True)],
-            "training": training_data(report.run.sound_metrics()),
+            "training": training_data(list(report.run.metrics())),
         }
         for report in reports
     ]

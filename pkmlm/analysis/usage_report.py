@@ -5,13 +5,12 @@ Needs torch only to measure.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pkmlm.analysis.usage import SPREAD, MemoryUsage, with_pool
+from pkmlm.analysis.usage import MemoryUsage, with_pool
 from pkmlm.console import token_progress, warn
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.sources import expand_glob, find_source
@@ -20,24 +19,15 @@ from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
 from pkmlm.files import MANIFEST, entry_of, json_text, sha256_of
 from pkmlm.runs.directory import RunDirectory, tokenizer_file
-from pkmlm.runs.results import (
-    USAGE,
-    read_checkpoint_manifest,
-    read_usage,
-    split_name,
-    text_name,
-    usage_stem,
-    write_arrays,
-    write_usage,
-)
+from pkmlm.runs.record import checkpoint_digest, read_checkpoint_manifest
+from pkmlm.runs.results import read_usage, usage_stem, write_arrays, write_usage
 
 if TYPE_CHECKING:  # these modules import torch
     from pkmlm.analysis.slots import PageSlots
     from pkmlm.distributed import World
 
 ARRAYS = ("counts_HK", "masses_HK", "squares_H")  # of a MemoryUsage, as its run keeps them
-MAYBE = ("common_HH", "spread_3", "weighing_H")  # arrays that may be missing: for hash tables, and in older reports
-FLOORS = ("uniform", "uniform_mass", "uniform_head")  # keys of its entry
+MAYBE = ("common_HH", "spread_3", "weighing_H")  # those that hash tables do not have
 
 
 class RunUsage(NamedTuple):
@@ -135,25 +125,19 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     number, first = run.resolve(step), world is None or world.rank == 0  # other ranks keep nothing
     number = world.broadcast(number) if world else number
     read_checkpoint_manifest(run.checkpoint(number))  # refuses a damaged one
-    # What the report depends on: hashes of recipe, checkpoint and text or tokens, and how the text is read.
-    source: dict[str, Any] = {
-        "recipe": sha256_of(run.recipe_file),
-        "checkpoint": sha256_of(run.checkpoint(number) / MANIFEST),
-    }
+    # What the report depends on besides the checkpoint: hashes of the text or tokens, and how the text is read.
     if choice.text is not None:
         sha256 = " ".join(map(sha256_of, texts))
-        source |= {"text": sha256, "separator": choice.separator, "field": choice.field}
-        name = text_name(Path(choice.text).name, sha256, choice.separator, choice.field)
+        source: dict[str, Any] = {"text": sha256, "separator": choice.separator, "field": choice.field}
+        name = f"text-{Path(choice.text).name}"
     else:
-        name = split = choice.split or "test"
-        corpus = Corpus(choice.tokens_folder(run.path, run.recipe()), split)
-        source |= {"sha256": corpus.sha256, "corpus": corpus.hashes}  # a run refuses tokens with other hashes
-        if choice.data is not None and first:
-            name = split_name(run.path / USAGE, split, source["sha256"])
-            if name != split:
-                warn(f"--data: the run has results of {split} on other tokens: the new ones are kept as {name}")
+        name = choice.split or "test"
+        corpus = Corpus(choice.tokens_folder(run.path, run.recipe_of(number)), name)
+        source = {"sha256": corpus.sha256, "corpus": corpus.hashes}  # a run refuses tokens with other hashes
     stem = usage_stem(run.path, name, number)
-    kept = load_usage(stem, source) if first and not reading.details else None
+    kept = (
+        load_usage(stem, checkpoint_digest(run.checkpoint(number)), source) if first and not reading.details else None
+    )
     if world.broadcast(kept is not None) if world else kept is not None:
         return RunUsage(run, *(kept or ({}, [])), slots=[])
     report = _measure(run, str(number), reading)
@@ -192,6 +176,7 @@ def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     entry = {
         "run": loaded.name,
         "step": loaded.step,
+        "checkpoint": loaded.checkpoint,
         "split": documents.name,
         "memories": [memory.as_json() for memory in memories],
         "warnings": list(documents.warnings),
@@ -212,33 +197,18 @@ def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -
     write_usage(stem, entry, {key: array for key, array in arrays.items() if array is not None})
 
 
-def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list[MemoryUsage]] | None:
-    """What `save_usage` wrote; None if that is missing, damaged, or was measured on another `source`.
-
-    If an older version wrote the report, its random floors are computed again and kept.
-    """
-    kept_files = read_usage(stem, source)
+def load_usage(stem: Path, checkpoint: str, source: dict[str, Any]) -> tuple[dict[str, Any], list[MemoryUsage]] | None:
+    """What `save_usage` wrote; None if that is missing, damaged, or was measured on another checkpoint or source."""
+    kept_files = read_usage(stem, checkpoint, source)
     if kept_files is None:
         return None
     entry, arrays = kept_files
     memories = []
-    try:
-        for number, facts in enumerate(entry["memories"]):
-            fields = {key: facts[key] for key in ("layer", "name", "kind", "tokens")}
-            fields |= {name: arrays[f"{number}-{name}"] for name in ARRAYS}
-            fields |= {name: arrays.get(f"{number}-{name}") for name in MAYBE}
-            memories.append(MemoryUsage(**fields, pool=tuple(facts.get("pool", ()))))
-        found = [memory.as_json() for memory in memories]
-        pairs = zip(entry["memories"], found, strict=True)
-        agree = all(dict.fromkeys(SPREAD) | kept | {key: now[key] for key in FLOORS} == now for kept, now in pairs)
-    except (ArithmeticError, LookupError, TypeError, ValueError):
-        return None
-    if not agree:
-        return None
-    if entry["memories"] != found:
-        entry["memories"] = found
-        with suppress(UserError):  # in another user's folder
-            save_usage(stem, entry, memories)
+    for number, facts in enumerate(entry["memories"]):
+        fields = {key: facts[key] for key in ("layer", "name", "kind", "tokens")}
+        fields |= {name: arrays[f"{number}-{name}"] for name in ARRAYS}
+        fields |= {name: arrays.get(f"{number}-{name}") for name in MAYBE}
+        memories.append(MemoryUsage(**fields, pool=tuple(facts.get("pool", ()))))
     return entry, memories
 
 
@@ -253,8 +223,8 @@ def export_usage(path: Path, report: RunUsage) -> None:
     sha256 of every file; if an export has none, as `transformers` saves it, of what the manifest would say).
     """
     entry, folder = report.entry, report.run.path
-    if "source" in entry:
-        sha256 = entry["source"]["checkpoint"]
+    if entry["checkpoint"]:
+        sha256 = entry["checkpoint"]
     elif (folder / MANIFEST).exists():
         sha256 = sha256_of(folder / MANIFEST)
     else:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import psutil
 
@@ -20,10 +20,10 @@ from pkmlm.cost import cost_of
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import default_device, machine, select_device
 from pkmlm.errors import UserError, memory_errors
-from pkmlm.files import write_json
+from pkmlm.files import read_json, write_json
 from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import STEPS, StepTimes, read_signed, signed
+from pkmlm.runs.results import STEPS, StepTimes
 from pkmlm.train.step import train_step
 
 ROUNDS = 7
@@ -58,7 +58,7 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
         times = time_steps({key: recipes[name] for name, key in keys.items()}, say)
         for run in runs.values():
             try:
-                write_json(run.path / STEPS, signed(dict(times)))
+                write_json(run.path / STEPS, times)
             except UserError as error:  # such as in another user's folder: the times are still valid
                 warn(f"the times of steps are not kept: {error.message}")
     if times["busy_cores"] > BUSY:
@@ -105,7 +105,7 @@ def kept_times(runs: Mapping[str, RunDirectory], keys: set[str]) -> StepTimes | 
     for run in runs.values():
         if (file := run.path / STEPS).exists():
             try:
-                times = cast(StepTimes, read_signed(file, "the times of steps", StepTimes))
+                times: StepTimes = read_json(file, "the times of steps", schema=StepTimes)
             except UserError as error:
                 warn(f"{error.message}; steps are timed again")
                 continue

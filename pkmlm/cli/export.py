@@ -6,7 +6,6 @@ import click
 
 from pkmlm.cli.options import PATH, force_option, step_option
 from pkmlm.cli.outputs import refuse_fixed
-from pkmlm.console import warn_each
 from pkmlm.errors import UserError, printable
 
 
@@ -57,7 +56,6 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
     bits = None if table_bits is None else int(table_bits)
     if bits is not None and not memories(loaded.model):
         raise UserError(f"--table-bits: {printable(loaded.name)} has no tables", "leave it out")
-    warn_each(run.alterations())
     origin = Origin(loaded.name, loaded.step, loaded.tokens)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     scores, package = known_scores(run, loaded.step), loaded.tokenizer.package

@@ -135,7 +135,7 @@ def note_end(run: str | None, rank: int, status: str) -> None:
         if facts.get("status") in ("running", "failed"):
             said_why = status == "failed" and facts.get("message")  # of another rank, which failed by itself
             blamed = {} if said_why else {"rank": rank}
-            directory.note(status=status, exit_code=1, step=max(directory.steps(), default=0), **blamed)
+            directory.write_facts(status=status, exit_code=1, step=max(directory.steps(), default=0), **blamed)
 
 
 def main() -> None:

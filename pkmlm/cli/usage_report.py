@@ -161,14 +161,12 @@ def command(
     if world and world.rank > 0:
         return
     entries = [report.entry for report in reports]
-    if folder is not None or page is not None:  # these also show the run's log
-        warn_each(text for run in runs.values() for text in run.alterations())
     try:  # files first: they are written even if the output has been closed
         if folder is not None:
             from pkmlm.analysis.plots import Look, draw_usage
 
             look = Look(plot_format, plot_width)
-            drawn = [draw_usage(folder, r.entry["run"], r.memories, r.run.sound_metrics(), look) for r in reports]
+            drawn = [draw_usage(folder, r.entry["run"], r.memories, list(r.run.metrics()), look) for r in reports]
             say_drawn(sum(map(len, drawn)), folder)
         if page is not None:
             from pkmlm.analysis.page import usage_page

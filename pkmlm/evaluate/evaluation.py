@@ -10,7 +10,7 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun, load_on_all_ranks
 from pkmlm.evaluate.perplexity import score
-from pkmlm.runs.results import EVAL, perplexity_file, split_name, tasks_file, text_name, write_evaluation
+from pkmlm.runs.results import perplexity_file, tasks_file, write_evaluation
 
 NO_PERPLEXITY: dict[str, Any] = {"stride": None, "source": None, "perplexity": None}
 NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
@@ -38,31 +38,23 @@ class Evaluation:
         """Write the results into RUN/eval/; an exported folder is left unchanged.
 
         Returns:
-            warnings: about results that are kept under another name than usual, or that cannot be written.
+            a warning if they cannot be written.
         """
         if self.run.exported:
             return []
-        record, warnings = self.record, []
+        record = {**self.record, "checkpoint": self.run.checkpoint}
         try:
             if record["perplexity"] is not None:
-                name, source = record["perplexity"]["split"], record["source"]
-                if self.choice.text is not None:
-                    name = text_name(name, source["sha256"], source["separator"], source["field"])
-                elif self.choice.data is not None:
-                    split = name
-                    name = split_name(self.run.path / EVAL, split, source["sha256"])
-                    if name != split:
-                        warnings.append(
-                            f"--data: the run has results of {split} on other tokens; the new ones are kept as {name}"
-                        )
+                split = record["perplexity"]["split"]
+                name = split if self.choice.text is None else f"text-{split}"
                 alone = {key: value for key, value in record.items() if key != "harness"}
                 file = perplexity_file(name, record["step"], self.stride)
                 write_evaluation(self.run.path, file, {**alone, **NO_TASKS})
             if record["tasks"]:
                 write_evaluation(self.run.path, tasks_file(record), {**record, **NO_PERPLEXITY})
         except UserError as error:
-            warnings.append(f"the results are not kept in the run: {error.message}")
-        return warnings
+            return [f"the results are not kept in the run: {error.message}"]
+        return []
 
 
 def evaluate_run(

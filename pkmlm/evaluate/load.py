@@ -10,15 +10,17 @@ from pkmlm.data.canonical import canonical_sha256
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import check_device, default_device, is_finite
 from pkmlm.distributed import World
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, read_errors
 from pkmlm.evaluate.attached import Hosted, open_attached
 from pkmlm.export.config import ATTACHED, is_attached, is_export
 from pkmlm.export.folder import read_export
+from pkmlm.files import sha256_of
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.record import checkpoint_digest, read_progress
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class LoadedRun:
         path: of the run directory, the export or the attachment.
         step: of the checkpoint that the weights come from.
         tokens: trained on until then; 0 for an attachment.
-        exported: it is an export or an attachment, not a run directory; no results are written into it.
+        checkpoint: its digest, by which results name it; empty for an export or an attachment.
         model: in evaluation mode, in fp32; but tables of an export may be in 8 or 4 bits, and a model with a memory
             attached is in its own dtype.
         data: sha256 of "tokenizer" and of the splits "train" and "valid" that it was trained on; empty for an export.
@@ -42,8 +44,13 @@ class LoadedRun:
     model: Transformer
     tokenizer: Tokenizer
     device: torch.device
-    exported: bool = False
+    checkpoint: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def exported(self) -> bool:
+        """Whether it is an export or an attachment, not a run directory: no results are written into it."""
+        return not self.checkpoint
 
     @property
     def name(self) -> str:
@@ -92,36 +99,36 @@ def load_run(
             raise UserError(f"{path} holds only step {held} (found --step {step})", "leave --step out")
         check_values(model, path)
         frozen = model.eval().requires_grad_(False)
-        return LoadedRun(path, held, tokens, recipe, frozen, tokenizer, device, exported=True)
+        return LoadedRun(path, held, tokens, recipe, frozen, tokenizer, device)
     run = RunDirectory.existing(path)
-    run.check_tokenizer()
-    recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
-    vocab_size = recipe.model.vocab_size or tokenizer.size
-    expected = build_model(recipe, vocab_size, "meta")
     while True:
         number = run.resolve(step)
+        folder = run.checkpoint(number)
         try:
-            checkpoint.verify(run.checkpoint(number), optimizer=False)
-            progress = checkpoint.read_progress(run.checkpoint(number))
-            run.check_origin(number, progress.run, progress.recipe)
-            checkpoint.check_weights(run.checkpoint(number), expected.state_dict(), table_ranks(expected))
-            model = build_model(recipe, vocab_size, device, init_weights=False)
-            checkpoint.load_weights(run.checkpoint(number), model.state_dict(), table_ranks(model))
+            checkpoint.verify(folder, optimizer=False)
+            progress, recipe, digest = read_progress(folder), run.recipe_of(number), checkpoint_digest(folder)
+            expected = build_model(recipe, progress.vocab_size, "meta")
+            checkpoint.check_weights(folder, expected.state_dict(), table_ranks(expected))
+            model = build_model(recipe, progress.vocab_size, device, init_weights=False)
+            checkpoint.load_weights(folder, model.state_dict(), table_ranks(model))
             break
         except UserError:
-            if run.checkpoint(number).exists():
+            if folder.exists():
                 raise
             # a training process has replaced it since: look again
-    if tokenizer.sha256 != progress.data.get("tokenizer", tokenizer.sha256):
+    with read_errors(run.tokenizer_file, exit_code=1):
+        tokenizer_sha256 = sha256_of(run.tokenizer_file)
+    if tokenizer_sha256 != progress.data["tokenizer"]:
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
-        raise UserError(message, "copy it again from the tokens that the run was trained on")
+        raise UserError(message, "copy it again from the tokens that the run was trained on", exit_code=1)
+    tokenizer = Tokenizer.load(run.tokenizer_file)
     found = model.ngram_ids
     if found is not None and canonical_sha256(found.canonical_V.cpu()) != progress.data.get("canonical"):
         message = f"{run.checkpoint(number)}: its canonical ids are not those that the run was trained with"
         raise UserError(message, "copy the run's folder again", exit_code=1)
     check_values(model, run.checkpoint(number))
     frozen = model.eval().requires_grad_(False)
-    return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, data=progress.data)
+    return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, digest, progress.data)
 
 
 def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: str | Path | None = None) -> LoadedRun:

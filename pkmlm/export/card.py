@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from pkmlm.console import warn
 from pkmlm.errors import printable
 from pkmlm.export.config import Origin
-from pkmlm.files import Damaged
 from pkmlm.recipe.constraints import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import EVAL, perplexity_file, read_evaluation
+from pkmlm.runs.results import perplexities
 
 
 def card_of(
@@ -94,15 +92,13 @@ def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:
     among them, what validation in training scored of it.
     """
     scores: dict[str, dict[str, Any]] = {}
+    evaluations, context = run.evaluations(), run.recipe_of(step).model.context
     for split in ("valid", "test"):
-        kept = run.path / EVAL / perplexity_file(split, step, None)
-        if kept.exists():
-            try:
-                scores[f"{split} split"] = read_evaluation(kept).get("perplexity") or {}
-            except Damaged as error:
-                warn(f"{error.message}; it is left out")
+        found = [each for each in perplexities(evaluations, split, context) if each["step"] == step]
+        if found:
+            scores[f"{split} split"] = found[0]["perplexity"]
     if "valid split" not in scores:
-        valid = [line for line in run.sound_metrics() if line["event"] == "valid"]
+        valid = [line for line in run.metrics() if line["event"] == "valid"]
         for line in valid:
             if line["step"] == step:
                 tokens, asked = line.get("tokens"), run.recipe().eval.tokens

@@ -1,118 +1,64 @@
 """Checkpoints: everything that a run needs to resume bit for bit, written completely or not at all.
 
 A checkpoint is a folder: weights.safetensors (parameters and buffers by path), optimizer.safetensors (each parameter's
-state as "path|key"), state.json (`Progress`), and manifest.json with the size and sha256 of each. Where P ranks divide
-the columns of a run's tables, each writes its columns, and their moments, into files of its own
-(weights-1-of-P.safetensors ...), and rank 0 writes the rest; any number of ranks can read what any other number wrote.
-There is no random state to save: a step's random numbers follow from the seed, its number and the rank.
+state as "path|key"), drift.safetensors (what recording drift needs, if the model has memories), recipe.yaml, state.json
+(`Progress`), and manifest.json with the size and sha256 of each. Where P ranks divide the columns of a run's tables,
+each writes its columns, and their moments, into files of its own (weights-1-of-P.safetensors ...), and rank 0 writes
+the rest; any number of ranks can read what any other number wrote. There is no random state to save: a step's random
+numbers follow from the seed, its number and the rank.
 
 Models and optimizers are passed as dicts of tensors (`model.state_dict()`, `train.optim.optimizer_state`). `tables`
 maps the names of those of a model's tensors that are tables to the ranks that divide their columns
 (`model.memory.values.table_ranks`).
+
+Not torch.distributed.checkpoint: its metadata is a pickle, its files have no digests, and a tensor in it belongs to a
+mesh of ranks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from pkmlm.device import is_finite
-from pkmlm.distributed import ProcessGroups, World, is_shard, local_part
+from pkmlm.distributed import World, is_shard
 from pkmlm.errors import UserError, first_line
 from pkmlm.files import (
     MANIFEST,
     Damaged,
+    ManifestEntry,
     check_files,
-    drop_cached,
-    entry_of,
     open_file,
     remove_folder,
     rename,
-    sync_file,
     write_errors,
-    write_json,
-    writing_folder,
 )
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import CHECKPOINT_VERSION, STATE, damaged_hint, read_checkpoint_manifest, read_state
+from pkmlm.runs.record import Progress, damaged_hint, read_checkpoint_manifest, read_progress
 
-WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
-FILES = (WEIGHTS, OPTIMIZER, STATE)
-DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, by the names in its files
+WEIGHTS, OPTIMIZER, DRIFT = "weights.safetensors", "optimizer.safetensors", "drift.safetensors"
+# The names in safetensors files of the dtypes that pkmlm writes.
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+PIECE = 1 << 24  # bytes that are written and hashed at once
 Tables = dict[str, World]
-
-
-@dataclass
-class Validations:
-    """What the validations of a run have shown.
-
-    Attributes:
-        step: of the last one; None: there was none.
-        best_step, best_loss: of the best one (nats per token).
-        worse: validations since the best one.
-        due: whether a stop request has cut short the validation of the saved step.
-        tokens: number of tokens that each of them scored; None: not known. If it changes, the best is reset.
-    """
-
-    step: int | None = None
-    best_step: int | None = None
-    best_loss: float | None = None
-    worse: int = 0
-    due: bool = False
-    tokens: int | None = None
-
-    @classmethod
-    def of(cls, events: Iterable[dict[str, Any]]) -> "Validations":
-        """From the events of a log, for checkpoints of earlier versions, which do not hold it."""
-        found = cls()
-        for event in events:
-            if event["event"] == "valid" and event.get("loss") is not None:
-                found.add(event["step"], event["loss"], event.get("tokens"))
-        return found
-
-    def add(self, step: int, loss: float, tokens: int | None) -> bool:
-        """Record a validation; return whether it is the best so far."""
-        if tokens != self.tokens and self.tokens is not None:  # `eval.tokens` has changed: another text
-            self.best_step, self.best_loss, self.worse = None, None, 0
-        self.step, self.due, self.tokens = step, False, tokens
-        if self.best_loss is None or loss < self.best_loss:
-            self.best_step, self.best_loss, self.worse = step, loss, 0
-            return True
-        self.worse += 1
-        return False
-
-
-@dataclass
-class Progress:
-    """How far a run is, and which run it is. Checkpoints of earlier versions lack the last three.
-
-    Attributes:
-        step: steps taken.
-        tokens: training tokens scored.
-        skips: fp16 steps skipped in a row.
-        scaler: state of the loss scaler; empty without one.
-        seconds: time spent in training steps.
-        data: the sha256 of all that a resume must find again, such as tokens and tokenizer (`train.job.hashes_of`).
-        run: the "id" in the run's run.json.
-        recipe: the keys that a resume may not change, and their values as YAML.
-        validations: which determine the best checkpoint and the end of patience.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    skips: int = 0
-    scaler: dict[str, Any] | None = None
-    seconds: float = 0.0
-    data: dict[str, str] = field(default_factory=dict)
-    run: str | None = None
-    recipe: dict[str, str] | None = None
-    validations: Validations | None = None
 
 
 class Differences(NamedTuple):
@@ -125,75 +71,45 @@ class Differences(NamedTuple):
 # Writing.
 
 
-def save(
-    run: RunDirectory,
-    progress: Progress,
-    weights: dict[str, Tensor],
-    optimizer: dict[str, Tensor],
-    tables: Tables,
-    ranks: ProcessGroups | None = None,
-) -> None:
-    """Write the checkpoint of `progress.step`, verify it on the disk, and point `latest` at it; all ranks call this.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> ManifestEntry:
+    """Write tensors as safetensors and sync the file; returns what a manifest says of it.
 
-    Args:
-        weights, optimizer, tables: see the module's docstring; each rank passes its part of sharded tensors.
-        ranks: the ranks that train together; None: this process alone.
+    The library's `save_file` copies all tensors first, and the file would have to be read again for its digest: here
+    each piece is hashed while it is written.
 
     Raises:
-        UserError: a weight is not finite (exit code 3), or a write failed (1); earlier checkpoints are untouched.
+        UserError: (exit code 1) the system refused a write.
     """
-    path, ranks = run.checkpoint(progress.step), ranks or ProcessGroups()
-    world, lead = ranks.world, ranks.world.rank == 0
-    weights = {name: full_tensor(tensor, lead).contiguous() for name, tensor in weights.items()}
-    with world.collective_errors():
-        bad = [name for name, tensor in weights.items() if not is_finite(tensor)]
-        if bad:
-            what = f"training diverged: {bad[0]} is not finite at step {progress.step}, which is not saved"
-            raise UserError(what, exit_code=3)
-    with ExitStack() as stack:
-        with world.collective_errors():
-            if lead:
-                run.refuse_replaced()
-                folder = stack.enter_context(writing_folder(path))
-        folder = path.with_name(world.broadcast(folder.name if lead else None))
-        optimizer = {name: full_tensor(tensor, lead).contiguous() for name, tensor in optimizer.items()}
-        contents = {WEIGHTS: (weights, tables), OPTIMIZER: (optimizer, moments_of(tables))}
-        with world.collective_errors():
-            own: dict[str, dict[str, Tensor]] = {}  # the tensors that this rank writes, by file
-            for name, (tensors, own_tables) in contents.items():
-                divided = own_tables if ranks.memory.size > 1 else {}
-                if lead:
-                    own[name] = {key: tensor for key, tensor in tensors.items() if key not in divided}
-                if divided and ranks.data.rank == 0:  # the first ranks that hold different columns
-                    part = part_name(name, ranks.memory.rank, ranks.memory.size)
-                    own[part] = {key: tensors[key] for key in divided if key in tensors}
-            for name, tensors in own.items():
-                write_tensors(folder / name, tensors)
-            entries = {name: entry_of(folder / name) for name in own}
-            if lead:
-                write_json(folder / STATE, asdict(progress))
-                entries[STATE] = entry_of(folder / STATE)
-        files = {name: entry for share in world.gather_objects(entries) for name, entry in share.items()}
-        with world.collective_errors():
-            if lead:
-                files = {name: files[name] for name in file_names(ranks.memory.size)}
-                write_json(folder / MANIFEST, {"version": CHECKPOINT_VERSION, "step": progress.step, "files": files})
-                run.refuse_replaced()
-                stack.close()
-                for name in files:
-                    drop_cached(path / name)
-                verify(path)
-                run.point("latest", progress.step)
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
+    place = 0
+    for name in names:
+        tensor = tensors[name]
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, place + tensor.nbytes],
+        }
+        place += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    content = (piece for name in names for piece in pieces(tensors[name]))
+    with write_errors(path), open(path, "wb") as file, ThreadPoolExecutor(1) as hasher:
+        for piece in chain([len(text).to_bytes(8, "little") + text], content):
+            hashed = hasher.submit(digest.update, piece)
+            file.write(piece)
+            hashed.result()
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors as safetensors, and sync the file."""
-    with write_errors(path):
-        try:
-            save_file(tensors, path, metadata)
-        except SafetensorError as error:
-            raise UserError(f"cannot write {path}: {error}", exit_code=1) from None
-    sync_file(path)  # the library makes files that only their owner can read
+def pieces(tensor: Tensor) -> Iterator[Any]:
+    """The bytes of a tensor, in pieces of `PIECE`; one on a GPU is copied to main memory."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    yield from (data[start : start + PIECE] for start in range(0, len(data), PIECE))
 
 
 def prune(run: RunDirectory, keep: int, best: int | None) -> None:
@@ -211,15 +127,19 @@ def prune(run: RunDirectory, keep: int, best: int | None) -> None:
 
 
 def load(path: Path, weights: dict[str, Tensor], optimizer: dict[str, Tensor], tables: Tables) -> Progress:
-    """Verify a checkpoint folder, and copy it into the tensors of a model and its optimizers.
+    """Copy a verified checkpoint folder into the tensors of a model and its optimizers.
 
     Raises:
-        UserError: it is damaged, of another version (see `verify`), or of another model or optimizer.
+        UserError: it is of another model or optimizer, or (exit code 1) a file cannot be read.
     """
-    verify(path)
     load_weights(path, weights, tables)
     load_tensors(path / OPTIMIZER, optimizer, moments_of(tables))
     return read_progress(path)
+
+
+def load_drift(path: Path) -> dict[str, Tensor]:
+    """What a verified checkpoint holds for `measure.drift`; empty where the model has no memory."""
+    return load_file(path / DRIFT) if (path / DRIFT).exists() else {}
 
 
 def load_weights(path: Path, weights: dict[str, Tensor], tables: Tables, *, strict: bool = True) -> Differences:
@@ -233,15 +153,6 @@ def check_weights(path: Path, weights: dict[str, Tensor], tables: Tables, *, str
         return differences
 
 
-def read_progress(path: Path) -> Progress:
-    """How far the run was at a checkpoint; raises as `read_state` does."""
-    state: dict[str, Any] = {**read_state(path)}
-    progress = Progress(**{name: state[name] for name in asdict(Progress()) if state.get(name) is not None})
-    if found := state.get("validations"):
-        progress.validations = Validations(**{name: found.get(name) for name in asdict(Validations())})
-    return progress
-
-
 def verify(path: Path, *, optimizer: bool = True) -> None:
     """Check a checkpoint against its manifest, and its manifest against its name.
 
@@ -253,8 +164,9 @@ def verify(path: Path, *, optimizer: bool = True) -> None:
         UserError: (1) a file cannot be read, which proves nothing; (2) the checkpoint is of another version.
     """
     files, hint = read_checkpoint_manifest(path), damaged_hint(path)
-    if files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
-        raise Damaged(f"{path / MANIFEST} is damaged: its files are {str(list(files))[:60]}", hint, exit_code=1)
+    for name in (WEIGHTS, OPTIMIZER):
+        if name not in files:
+            raise Damaged(f"{path / MANIFEST} does not list {name}", hint, exit_code=1)
     names = [name for name in files if optimizer or not name.startswith(Path(OPTIMIZER).stem)]
     check_files(path, files, names, hint)
 
@@ -288,12 +200,6 @@ def quarantine_damaged_checkpoints(run: RunDirectory) -> list[str]:
 
 
 # Files of tensors, and the columns of tables in them.
-
-
-def file_names(parts: int) -> tuple[str, ...]:
-    """The files of a checkpoint whose tables are in `parts` parts, except its manifest."""
-    divided = [part_name(name, part, parts) for part in range(parts) for name in (WEIGHTS, OPTIMIZER)]
-    return (*FILES, *(divided if parts > 1 else []))
 
 
 def part_name(name: str, part: int, parts: int) -> str:
@@ -422,13 +328,3 @@ def check_tensors(
             raise UserError(f"{path}: tensor {name} has shape {shape} (expected {expected})", hint, exit_code)
         if dtype not in dtypes[name]:
             raise UserError(f"{path}: tensor {name} is {dtype} (expected {', '.join(dtypes[name])})", hint, exit_code)
-
-
-def full_tensor(tensor: Any, lead: bool) -> Tensor:
-    """A whole tensor that may be divided among ranks, all of which call this: rank 0 (`lead`) gets it in main memory,
-    the others keep their part.
-    """
-    if not is_shard(tensor):
-        return tensor
-    whole: Tensor = tensor.full_tensor()
-    return whole.cpu() if lead else local_part(tensor)

@@ -3,7 +3,6 @@
 Nothing here is ordered by time stamps: the step numbers in the names are the order.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -11,39 +10,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pkmlm.console import warn
 from pkmlm.errors import UserError
 from pkmlm.files import (
     abandoned,
     locked,
     make_folder,
-    open_file,
     read_bytes,
     read_json,
-    refuse_link,
     remove_file,
     remove_leftovers,
-    sha256_of,
     write_json,
     write_text,
     writing,
 )
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
-from pkmlm.runs.results import (
-    EVAL,
-    USAGE,
-    Altered,
-    CheckpointState,
-    RunFacts,
-    read_metrics,
-    read_signed,
-    read_state,
-    signed,
-)
+from pkmlm.recipe.schema import Recipe, dump_recipe
+from pkmlm.runs.record import checkpoint_digest, read_recipe
+from pkmlm.runs.results import EVAL, USAGE, Evaluation, RunFacts, UsageReport, read_metrics, read_results
 
+Read = TypeVar("Read")
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
 # A run, a folder of tokens and an export hold one of these.
@@ -83,15 +70,13 @@ class RunDirectory:
             UserError: there is none, or (exit code 1) its recipe is missing.
         """
         run = cls(path)
-        if not run.recipe_file.is_file():
+        if not run.recipe_file.is_file() and not run.steps():
             if (run.path / "config.json").is_file():
                 raise UserError(f"{path} is an export (expected a run)", "give the run it was exported from")
             if (run.path / "attached.json").is_file():
                 raise UserError(
                     f"{path} is attached to a model (expected a run)", "see what takes it with `pkmlm help attach`"
                 )
-            if run.steps():
-                run.recipe()  # says that it is missing
             what = "is not a run directory (no recipe.yaml in it)" if run.path.exists() else "does not exist"
             raise UserError(f"run {path} {what}", "give a folder that `pkmlm train -o` wrote")
         return run
@@ -102,18 +87,28 @@ class RunDirectory:
         write_text(self.recipe_file, dump_recipe(recipe))
 
     def recipe(self) -> Recipe:
-        """The resolved recipe that the run was started with. A relative `data.dir` that does not exist is replaced by
-        the absolute path in run.json, if that exists.
+        """The recipe of the latest checkpoint; before the first, that of recipe.yaml, which is a record.
 
         Raises:
             UserError: (exit code 1, as this is not the user's mistake) its file is missing or damaged.
         """
+        recipe = self.of_latest(read_recipe)
+        if recipe is not None:
+            return self._with_data(recipe)
         try:
-            recipe = load_recipe(self.recipe_file)
+            return self._with_data(load_recipe(self.recipe_file))
         except UserError as error:
             message = f"run {self.path}: its recipe.yaml is missing or damaged: {error.message}"
-            hint = f"`pkmlm recipe show RECIPE -s ... > {self.recipe_file}` writes it again, if you know what it was"
-            raise UserError(message, hint, exit_code=1) from None
+            raise UserError(message, "train it again under another -o", exit_code=1) from None
+
+    def recipe_of(self, step: int) -> Recipe:
+        """The recipe that the checkpoint of a step was trained with; raises as `read_recipe` does."""
+        return self._with_data(read_recipe(self.checkpoint(step)))
+
+    def _with_data(self, recipe: Recipe) -> Recipe:
+        """A recipe whose relative `data.dir`, if it does not exist, is replaced by the absolute path in run.json, if
+        that exists.
+        """
         if recipe.data.dir is not None and not os.path.isabs(recipe.data.dir) and not os.path.exists(recipe.data.dir):
             with suppress(UserError):  # run.json is damaged, which is reported where it is needed
                 folder = self.facts().get("data_dir")
@@ -125,30 +120,15 @@ class RunDirectory:
         """Refuse, before anything is written, a folder in which training would overwrite what no run wrote.
 
         Raises:
-            UserError: the path is a file, or a folder without a run that holds a file that a run would write; a folder
-                in it is a link.
+            UserError: the path is a file, or a folder without a run that holds a file that a run would write.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)", CHOOSE)
-        for folder in (self.checkpoints, self.path / USAGE):
-            refuse_link(folder)
         entries = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        known = {"recipe.yaml", "run.json"} & entries
-        if ".lock" in entries or len(known) == 2 or (known and self.steps()):  # only a run has these
+        if ".lock" in entries or {"recipe.yaml", "run.json"} <= entries or self.steps():  # only a run has these
             return
         for name in sorted(entries & OWN):
             raise UserError(f"-o {self.path} is not a run, but holds {name}, which training would overwrite", CHOOSE)
-
-    def refuse_orphans(self) -> None:
-        """Refuse to start over where results of deleted checkpoints would be taken for those of the new ones.
-
-        Raises:
-            UserError: there are such results.
-        """
-        kept = [f"{name}/" for name in (EVAL, USAGE) if any((self.path / name).glob("*.json"))]
-        if kept and not self.steps():
-            message = f"-o {self.path} has no checkpoints, but results of deleted ones in {' and '.join(kept)}"
-            raise UserError(message, f"delete them to train it again, or {CHOOSE}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -212,47 +192,39 @@ class RunDirectory:
         return int(step)
 
     def best(self) -> int | None:
-        """The step of the best validation, if its checkpoint exists: the one that `best` points to, with which the
-        state of the latest checkpoint must agree.
-
-        Raises:
-            UserError: (exit code 1) they disagree.
-        """
-        steps, pointed = self.steps(), None
+        """The step of the best validation, to which `best` points; None: there was none, or its checkpoint is gone."""
         with suppress(OSError, UnicodeDecodeError):
             match = CHECKPOINT.fullmatch(read_bytes(self.path / "best").decode().strip())
-            pointed = int(match[1]) if match and int(match[1]) in steps else None
-        try:
-            latest = self.latest_state()
-        except UserError as error:
-            warn(f"{error.message}; the best checkpoint is the one that {self.path / 'best'} points to")
-            return pointed
-        shown = latest.get("validations") if latest else None
-        best = shown["best_step"] if shown else None
-        if shown is None or best is None or pointed == best:
-            return pointed
-        events = {(line["event"], line["step"]) for line in self.metrics()}
-        if pointed == steps[-1] != shown["step"] and ("valid", pointed) in events:  # validated after it was saved
-            return pointed
-        if pointed is None or best == steps[-1]:  # saved a moment ago, and not yet pointed at
-            return best if best in steps else None
-        message = f"run {self.path}: its best validation was at step {best}, but `best` points to step {pointed}"
-        raise UserError(message, f"choose one: --step {best}", exit_code=1)
+            if match and int(match[1]) in self.steps():
+                return int(match[1])
+        return None
 
-    def latest_state(self) -> CheckpointState | None:
-        """The state of the latest checkpoint; None where there is none.
-
-        Raises:
-            UserError: see `read_state`.
-        """
+    def of_latest(self, read: Callable[[Path], Read]) -> Read | None:
+        """What a function reads of the latest checkpoint; None where there is none."""
         while steps := self.steps():
             try:
-                return read_state(self.checkpoint(steps[-1]))
+                return read(self.checkpoint(steps[-1]))
             except UserError:
                 if self.checkpoint(steps[-1]).exists():
                     raise
                 # a training process has replaced it since: look again
         return None
+
+    def digests(self) -> set[str]:
+        """The digests of the run's checkpoints, see `checkpoint_digest`."""
+        found = set()
+        for step in self.steps():
+            with suppress(UserError):  # it has been replaced since, or its manifest is missing
+                found.add(checkpoint_digest(self.checkpoint(step)))
+        return found
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The evaluations of the run's checkpoints, see `read_results`."""
+        return read_results(self.path / EVAL, Evaluation, self.digests())
+
+    def usage_reports(self) -> list[dict[str, Any]]:
+        """The usage reports of the run's checkpoints, see `read_results`."""
+        return read_results(self.path / USAGE, UsageReport, self.digests())
 
     def done(self) -> int | None:
         """The step in the file `done`, at which training finished or ran out of patience; None where there is none."""
@@ -262,9 +234,8 @@ class RunDirectory:
             return None
         return int(match[1]) if match else None
 
-    def point(self, name: str, step: int) -> None:
+    def set_pointer(self, name: str, step: int) -> None:
         """Point `name` ("best", "latest") at a checkpoint."""
-        self.refuse_replaced()
         write_text(self.path / name, f"step-{step:08d}\n")
 
     def facts(self) -> dict[str, Any]:
@@ -280,47 +251,10 @@ class RunDirectory:
         status: str | None = self.facts().get("status")
         return "killed" if status == "running" and abandoned(self.path / ".lock") else status
 
-    def note(self, **facts: Any) -> None:
-        """Set keys of run.json, and sign it, the recipe and the log as they are now."""
+    def write_facts(self, **facts: Any) -> None:
+        """Set keys of run.json."""
         self.refuse_replaced()
-        log_bytes = self.metrics_file.stat().st_size if self.metrics_file.exists() else 0
-        facts["recipe_sha256"] = sha256_of(self.recipe_file)
-        facts["log"] = {"bytes": log_bytes, "sha256": self._log_sha256(log_bytes)}
-        write_json(self.path / "run.json", signed({**self.facts(), **facts}))
-
-    def unsign(self) -> None:
-        """Forget the digests of the recipe and the log, which are about to change."""
-        if facts := self.facts():
-            write_json(self.path / "run.json", signed({**facts, "recipe_sha256": None, "log": None}))
-
-    def altered(self) -> list[Path]:
-        """Those of run.json, recipe.yaml and metrics.jsonl that are not as training wrote them; earlier versions signed
-        none.
-        """
-        file, altered = self.path / "run.json", []
-        try:
-            facts = read_signed(file, "the run's record", RunFacts, LOST_RECORD) if file.exists() else {}
-        except Altered:
-            facts, altered = self.facts(), [file]
-        if (sha256 := facts.get("recipe_sha256")) and sha256 != sha256_of(self.recipe_file):
-            altered.append(self.recipe_file)
-        if (log := facts.get("log")) and log["sha256"] != self._log_sha256(log["bytes"]):
-            altered.append(self.metrics_file)
-        return altered
-
-    def alterations(self) -> list[str]:
-        """A warning for each file of `altered`."""
-        return [f"{path} is not as training wrote it" for path in self.altered()]
-
-    def _log_sha256(self, size: int) -> str:
-        """The sha256 of the first `size` bytes of metrics.jsonl."""
-        digest = hashlib.sha256()
-        if self.metrics_file.exists():
-            with open_file(self.metrics_file) as log:
-                while block := log.read(min(size, 1 << 20)):
-                    digest.update(block)
-                    size -= len(block)
-        return digest.hexdigest()
+        write_json(self.path / "run.json", {**self.facts(), **facts})
 
     @property
     def tokenizer_file(self) -> Path:
@@ -333,56 +267,9 @@ class RunDirectory:
         for other in {*TOKENIZERS} - {name}:
             remove_file(self.path / other)
 
-    def check_tokenizer(self) -> None:
-        """Refuse a tokenizer file that is not the one that the run was trained with.
-
-        Raises:
-            UserError: (exit code 1) it is missing, cannot be read, or does not have the sha256 in run.json.
-        """
-        hint = "copy it again from the tokens that the run was trained on"
-        if not self.tokenizer_file.exists():
-            raise UserError(f"{self.tokenizer_file} is missing", hint, exit_code=1)
-        found = sha256_of(self.tokenizer_file)
-        expected = self.facts().get("tokenizer_sha256", found)
-        if found != expected:
-            message = f"{self.tokenizer_file} is damaged: sha256 {found[:16]}... (expected {str(expected)[:16]}...)"
-            raise UserError(message, hint, exit_code=1)
-
-    def check_origin(self, step: int, origin: str | None, trained: dict[str, str] | None) -> None:
-        """Refuse a checkpoint that another run has written, or this run under another recipe.
-
-        Args:
-            origin, trained: the "run" and "recipe" of its state.json; None, as in those of earlier versions: unknown.
-
-        Raises:
-            UserError: (exit code 1) it is such a checkpoint.
-        """
-        path, own, file = self.checkpoint(step), self.facts().get("id"), self.path / "run.json"
-        if origin and own != origin and file.exists():
-            if own is None or file in self.altered():
-                its_id = "it has no id" if own is None else f"its id is {own[:40]}"
-                message = f"{file} was changed after training: {its_id} (expected {origin}, as in {path})"
-                raise UserError(message, f"set its id back to {origin}", exit_code=1)
-            message = f"{path} is a checkpoint of another run: id {origin[:20]} (expected {own[:20]}, as in run.json)"
-            raise UserError(message, "use it in the run that it was copied from, and another --step here", exit_code=1)
-        found = {key: scalar_text(value) for key, value in flatten(self.recipe()).items()}
-        changed = [
-            f"{key} is {found[key]} (expected {text})"
-            for key, text in (trained or {}).items()
-            if found.get(key, text) != text
-        ]
-        if changed:
-            message = f"{self.recipe_file} is not the recipe that {path.name} was trained with: {', '.join(changed)}"
-            hint = "it was changed after training: set it back; to train another model, copy it and choose another -o"
-            raise UserError(message, hint, exit_code=1)
-
     def metrics(self) -> Iterator[dict[str, Any]]:
         """All complete lines of metrics.jsonl; a line torn by a kill is skipped."""
         return read_metrics(self.metrics_file)
-
-    def sound_metrics(self) -> list[dict[str, Any]]:
-        """`metrics`; none where the file is not as training wrote it."""
-        return [] if self.metrics_file in self.altered() else list(self.metrics())
 
     def cut_metrics(self, step: int, *, validated: bool = True) -> None:
         """Drop what was measured after `step` (by a run that died before its next checkpoint) and torn lines.

@@ -204,7 +204,7 @@ def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
 
     What was measured at another step is left out, and so are few-shot tasks; validation is the last, not the best.
     """
-    metrics, last, recorded = run.sound_metrics(), run.done(), run.facts()
+    metrics, last, recorded = list(run.metrics()), run.done(), run.facts()
     facts = facts_of(cell.name, run, metrics)
     facts["trained_by"] = {key: recorded[key] for key in PROVENANCE if key in recorded}
     valid = [event for event in metrics if event["event"] == "valid"][-1:]
@@ -226,7 +226,7 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
     """
     run = RunDirectory(folder / cell.name)
     try:
-        if not run.recipe_file.exists():
+        if not run.recipe_file.exists() and not run.steps():
             return None
         recipe = run.recipe()
         if recipe != cell.recipe and not has_moved_tokens(run, recipe, cell.recipe):

@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from typing_extensions import NotRequired
-
 from pkmlm import __version__
 from pkmlm.analysis.compare import Comparison, Group
 from pkmlm.analysis.dense_equivalent import Equivalent, dense_equivalents
@@ -21,10 +19,10 @@ from pkmlm.analysis.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.console import Column, Table, number
 from pkmlm.environment import source_commit, source_sha256
 from pkmlm.errors import UserError
-from pkmlm.files import make_folder, write_json, write_text
+from pkmlm.files import make_folder, read_json, write_json, write_text
 from pkmlm.recipe.schema import recipe_sha256
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import SweepTimings, Timed, read_signed, signed
+from pkmlm.runs.results import SweepTimings, Timed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune, assignments
 from pkmlm.sweep.measures import MEASURES
@@ -102,7 +100,7 @@ class Results:
     def rounds(self, point: Point) -> list[float]:
         """Tokens per second of a point's model, one number per round; empty if it has not been timed."""
         speed, chosen = self.speeds.get(point), self.chosen(point)
-        if not (speed and chosen and speed.get("recipe") == recipe_sha256(chosen[0].cell.recipe)):
+        if not (speed and chosen and speed["recipe"] == recipe_sha256(chosen[0].cell.recipe)):
             return []
         return speed["tokens_per_second"]
 
@@ -322,9 +320,9 @@ class SweepResults(SweepTimings):
     """results.json."""
 
     grid: str
-    scale: NotRequired[str | None]
-    set: NotRequired[list[str] | None]
-    cells: NotRequired[list[dict[str, Any]] | None]
+    scale: str | None
+    set: list[str]
+    cells: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -380,7 +378,7 @@ class SweepFolder:
                 raise UserError(f"{self.path} holds no sweep, but other files", "name a new folder with -o")
             return {}
         try:
-            found = read_signed(file, "the sweep's results", SweepResults)
+            found = read_json(file, "the sweep's results", exit_code=1, schema=SweepResults)
         except UserError as error:
             raise UserError(error.message, "delete it: it is made from the runs", error.exit_code) from None
         if (found["grid"], found.get("scale")) != (self.grid, self.scale):
@@ -392,7 +390,7 @@ class SweepFolder:
     def begin(self, results: Results) -> None:
         """Write the overrides of the runs before the first has ended: `--table` needs them."""
         if not self.read().get("cells"):
-            write_json(self.path / "results.json", signed(results.as_json(self.grid, self.scale)))
+            write_json(self.path / "results.json", results.as_json(self.grid, self.scale))
 
     def collect(self, results: Results) -> None:
         """Add the runs in the folder to the results, if the grid needs any.
@@ -424,6 +422,6 @@ class SweepFolder:
         plots = [f"{'' if path.suffix == '.pdf' else '!'}[{stem}]({path.name})\n" for stem, path in shown.items()]
         page = [f"# {results.grid.title}\n", f"{setting}\n", *plots, *(table.render("md") for table in tables)]
         make_folder(self.path)
-        write_json(self.path / "results.json", signed(record))
+        write_json(self.path / "results.json", record)
         write_text(self.path / "README.md", "\n".join(page))
         return tables

@@ -34,7 +34,6 @@ from pkmlm.files import locked, make_folder, write_text
 from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.recipe.shipped import find_base
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import altered_results
 from pkmlm.signals import StopRequest, signal_name, stop_on_signals
 from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, best, facts_at_end, finished, steps_taken
 from pkmlm.sweep.grid import Point, read_grid
@@ -135,12 +134,8 @@ def run_sweep(
             except UserError as error:
                 problem = UserError(f"nothing was timed: {error.message}", error.hint, exit_code=1)
     if results.ended or not results.grid.trains:  # an empty table must not replace an existing one
-        names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]
-        measured = [name for name, outcome in results.outcomes.items() if outcome.status == "measured"]
-        altered = [text for name in measured for text in RunDirectory(folder.runs / name).alterations()]
-        altered += [text for name in names for text in altered_results(folder.runs / name)]
         comparison = results.comparison(folder.runs)
-        warn_each([*altered, *differences(comparison.facts)])
+        warn_each(differences(comparison.facts))
         drawn = draw(results, folder.path, look)
         for over in results.grid.over if comparison.runs and not code else ():
             try:

@@ -9,14 +9,15 @@ import torch
 
 from pkmlm.data.canonical import canonical_sha256
 from pkmlm.errors import UserError
-from pkmlm.files import MANIFEST, sha256_of
+from pkmlm.files import sha256_of
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import flatten, scalar_text
 from pkmlm.recipe.warnings import unused_keys
-from pkmlm.runs.checkpoint import check_weights, load_weights, read_progress, verify
+from pkmlm.runs.checkpoint import check_weights, load_weights, verify
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.record import checkpoint_digest, read_progress
 from pkmlm.train.job import Job
 
 HEAD = "untied_head.weight"
@@ -76,7 +77,7 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
         parts.append(f"not in {source.path}, so initialized anew: {_modules(drawn, loaded)}")
     if unexpected:
         parts.append(f"has no place in this model, so left out: {_modules(unexpected, loaded)}")
-    if job.background is not None and job.background.checkpoint != sha256_of(path / MANIFEST):
+    if job.background is not None and job.background.checkpoint != checkpoint_digest(path):
         parts.append(f"{path} is another checkpoint than that of finetune.background, which may read other slots")
     changed = [text for key, text in differing.items() if key in SHAPELESS]
     if "ngram_ids.canonical_V" in loaded and "model.ngram.canonical" not in differing:
@@ -106,8 +107,6 @@ def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path, int]:
         step = source.resolve("latest") if best is None else best
         path = source.checkpoint(step)
         verify(path, optimizer=False)
-        progress = read_progress(path)
-        source.check_origin(step, progress.run, progress.recipe)
     except UserError as error:
         hint = "start from another run, or copy that one again"
         raise UserError(f"train.init_from: {error.message}", hint, error.exit_code) from None

@@ -188,7 +188,7 @@ class WandbSink:
             import wandb
         except ImportError:
             raise UserError("log.wandb needs the package wandb", "pip install wandb") from None
-        place = f"{folder.resolve()} {RunDirectory(folder).facts().get('id')}"
+        place = f"{folder.resolve()} {RunDirectory(folder).facts().get('started')}"
         identity = hashlib.sha256(place.encode()).hexdigest()[:16]
         self.run = wandb.init(project=project, name=name, dir=str(folder), id=identity, resume="allow")
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from pkmlm.analysis.drift import Drift, RecentReads
-from pkmlm.errors import NotFinite, UserError
+from pkmlm.errors import NotFinite
 from pkmlm.files import remove_file
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.runs import checkpoint
-from pkmlm.runs.checkpoint import Validations
+from pkmlm.runs.checkpoint import prune
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.results import USAGE
+from pkmlm.runs.saving import Saver
 from pkmlm.signals import StopRequest
+from pkmlm.train.job import Job, hashes_of
 from pkmlm.train.log import RunLog
-from pkmlm.train.resume_check import fixed_keys
 from pkmlm.train.step import TrainState, diverged, train_step
 from pkmlm.train.validation import recalibrate
 
@@ -48,7 +50,7 @@ class Training:
 
     Args:
         state: filled from the latest checkpoint, if there is one.
-        hashes: of all that a resumed run must find again, see `job.hashes_of`; each checkpoint holds them.
+        job: what is trained; each checkpoint holds its recipe and the hashes of all that a resume must find again.
         validate: measures the model; returns the numbers of a "valid" event, "loss" (nats per token) among them, or
             None when the stop request came while it measured. None: there is nothing to validate on.
 
@@ -60,7 +62,7 @@ class Training:
         self,
         run: RunDirectory,
         state: TrainState,
-        hashes: dict[str, str],
+        job: Job,
         validate: Validate | None,
         log: RunLog,
         stop: StopRequest,
@@ -68,34 +70,39 @@ class Training:
         self.run, self.state, self.validate, self.log, self.stop = run, state, validate, log, stop
         self.recipe, self.world = state.recipe, state.process_groups.world
         self.calibrated = 0  # the step at which running statistics were last recalibrated
-        self.history = self._restore()
-        state.progress.validations, state.progress.recipe = self.history, fixed_keys(self.recipe)
-        state.progress.data = {**state.progress.data, **hashes}
-        if self.world.rank == 0:
-            state.progress.run = run.facts().get("id")
-        self.drift = Drift(
-            run.path / "usage", self.recipe, state.model, state.progress.step, self.world, run.refuse_replaced
-        )
-        for text in self.drift.warnings:
-            log.warn(state.progress.step, text)
+        self.saver = Saver(run, job.recipe, state.process_groups, log.say)
+        self.drift = Drift(run.path / USAGE, self.recipe, state.model, self.world)
+        self._restore()
+        self.history = state.progress.validations
+        state.progress.data |= hashes_of(job)
+        state.progress.vocab_size = job.vocab_size
         keyed = [module for module in state.model.modules() if isinstance(module, KeyMemory)]
         self.reads = [RecentReads(memory, self.world) for memory in keyed[:2]]  # as many as fit on a line
 
     def train(self) -> Outcome:
-        """Train to the recipe's last step, to the end of its patience, or until a stop request.
+        """Train to the recipe's last step, to the end of its patience, or until a stop request. The last checkpoint
+        stands when this returns.
 
         Raises:
             UserError: training diverged (exit code 3), or a checkpoint could not be written (1).
         """
+        with self.saver:
+            outcome = self._train()
+            self.saver.wait()
+            return outcome
+
+    def _train(self) -> Outcome:
         last_step, patience = self.recipe.train.steps, self.recipe.eval.patience
         while True:
             step = self.state.progress.step
+            self.saver.check()
             if self._validation_is_due():
                 self._validate()
             stop_code = self.stop.agreed() if step > 0 else None  # not before step 1: a stopped run has a checkpoint
             if stop_code is not None or is_due(self.recipe.checkpoint.every, step):
                 self._save()
             if stop_code is not None and (step < last_step or self._validation_is_due()):
+                self.saver.wait()
                 self.log.say(f"stopped on request at step {step}; the checkpoint is saved")
                 return self._outcome("stopped", stop_code)
             if step >= last_step:
@@ -167,55 +174,56 @@ class Training:
             self._save()
 
     def _save(self) -> None:
-        """Save a checkpoint of this step, unless there is one: a step has one state. Then point `best` at it if it is
-        the best, and delete the checkpoints that need not be kept, with what was kept beside them.
+        """Save a checkpoint of this step in the background, unless there is one: a step has one state. When it stands,
+        point at it, and delete those that need not be kept.
         """
-        run, state, progress = self.run, self.state, self.state.progress
-        with self.world.collective_errors():
-            run.refuse_replaced()
-        if not self.world.broadcast(run.checkpoint(progress.step).exists()):
-            self.history.due = self._validation_is_due()
-            self.drift.keep(progress.step)
-            progress.scaler = state.scaler.state_dict()
+        run, state, progress, history = self.run, self.state, self.state.progress, self.history
+        self.saver.wait()
+        if self.world.broadcast(run.checkpoint(progress.step).exists()):
             with self.world.collective_errors():
-                self.log.sync()  # events before the checkpoint that builds on them
-            with self.log.doing("saving a checkpoint"):
-                self._recalibrate()
-                checkpoint.save(run, progress, *state.tensors(), state.process_groups)
-            self.log.event("save", progress.step)
-        with self.world.collective_errors():
-            if self.world.rank == 0:
-                if self.history.best_step == progress.step:
-                    run.point("best", progress.step)
-                checkpoint.prune(run, self.recipe.checkpoint.keep, self.history.best_step)
-                run.note()
-                self.drift.forget(run.steps())
+                if self.world.rank == 0 and history.best_step == progress.step:  # validated after it was saved
+                    run.set_pointer("best", progress.step)
+            return
+        history.due = self._validation_is_due()
+        progress.scaler = state.scaler.state_dict()
+        step, best = progress.step, history.best_step
 
-    def _restore(self) -> Validations:
-        """Load the latest checkpoint, if there is one; return what the validations until then have shown."""
+        def committed(seconds: float) -> None:
+            self.saved.append(round(seconds, 3))
+            run.write_facts(save_seconds_waited=self.saved)
+            run.set_pointer("latest", step)
+            if best == step:
+                run.set_pointer("best", step)
+            prune(run, self.recipe.checkpoint.keep, best)
+
+        with self.world.collective_errors():
+            self.log.sync()  # events before the checkpoint that builds on them
+        with self.log.doing("saving a checkpoint"):
+            self._recalibrate()
+            self.saver.save(progress, *state.tensors(), self.drift.tensors(), committed)
+        self.log.event("save", step)
+
+    def _restore(self) -> None:
+        """Load the latest checkpoint, if there is one."""
         run, state = self.run, self.state
         steps = self.world.broadcast(run.steps())
+        self.saved: list[float] = list(run.facts().get("save_seconds_waited") or ())
         if not steps:
-            return Validations()
+            return
         path = run.checkpoint(steps[-1])
         with self.world.collective_errors():
             state.progress = checkpoint.load(path, *state.tensors())
-        history = state.progress.validations
-        if history is None:  # a checkpoint of an earlier version
-            valid_events = [event for event in run.metrics() if event["event"] == "valid"]
-            history = Validations.of(self.world.broadcast(valid_events))
+            self.drift.load(checkpoint.load_drift(path))
+        best = state.progress.validations.best_step
         with self.world.collective_errors():
             if self.world.rank == 0:
-                run.point("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
-                if history.best_step is not None and history.best_step in steps:
-                    run.point("best", history.best_step)
+                run.set_pointer("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
+                if best is not None and best in steps:
+                    run.set_pointer("best", best)
                 else:  # it is gone; a new checkpoint of its step would be taken for it
                     remove_file(run.path / "best")
-        if state.progress.scaler and state.scaler.is_enabled():
-            if state.progress.scaler.keys() != state.scaler.state_dict().keys():
-                raise UserError(f"{path}: the state of the loss scaler is incomplete", exit_code=1)
+        if state.scaler.is_enabled():
             state.scaler.load_state_dict(state.progress.scaler)
-        return history
 
     def _recalibrate(self) -> None:
         """Recalibrate once a step, so that the checkpoint holds the statistics that validation has used."""

@@ -1,8 +1,8 @@
 """What run.json says about a run and the process that trains it."""
 
 import platform
-import secrets
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from pkmlm import __version__
 from pkmlm.cost import cost_of
 from pkmlm.device import DeviceSettings, name_of
 from pkmlm.environment import source_commit, source_sha256
-from pkmlm.runs.checkpoint import Progress
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
 
@@ -20,17 +19,14 @@ from pkmlm.train.job import Job
 ENVIRONMENT = ("versions", "commit", "source_sha256", "device", "precision", "precision_reason", "ranks")
 
 
-def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory, latest: Progress) -> dict[str, Any]:
-    """What run.json says about the run (an id, which its checkpoints also hold, and its parameters) and the process
-    that trains it (command line, versions, commit and digest of the code, device, precision and ranks); if the run is
-    resumed, "earlier" lists the environments of earlier processes that differed.
-
-    Args:
-        latest: the progress of the latest checkpoint; a new `Progress` where there is none.
+def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory) -> dict[str, Any]:
+    """What run.json says about the run's parameters and the process that trains it (command line, versions, commit and
+    digest of the code, device, precision and ranks); if the run is resumed, "earlier" lists the environments of earlier
+    processes that differed.
     """
     before = run.facts()
     now = {
-        "id": before.get("id") or latest.run or secrets.token_hex(8),
+        "started": before.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "argv": sys.argv[1:],
         "versions": {
             "pkmlm": __version__,

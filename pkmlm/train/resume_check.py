@@ -1,13 +1,11 @@
 """Whether a run that exists may be resumed, and what has changed since it last trained."""
 
-from contextlib import suppress
 from typing import Any
 
 from pkmlm.errors import UserError
-from pkmlm.files import Damaged
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
-from pkmlm.runs.checkpoint import read_progress
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.record import read_progress
 from pkmlm.train.job import Job, hashes_of
 
 # The keys, or beginnings of keys, that may change when a run is resumed. Changes of CHANGES_NUMBERS are reported: later
@@ -32,35 +30,22 @@ def refuse_output(run: RunDirectory, resume: str) -> None:
         message = f"run {run.path} ended at step {last}, but its checkpoints are gone"
         raise UserError(message, "choose another -o, or delete that folder to train it again")
     run.refuse_foreign()
-    run.refuse_orphans()
 
 
 def refuse_changed_recipe(run: RunDirectory, recipe: Recipe) -> None:
-    """Refuse to resume with another recipe, except for the keys that may change."""
-    fixed = fixed_keys(recipe)
-    changed = [text for key, text in changed_keys(run.recipe(), recipe).items() if key in fixed]
+    """Refuse to resume with another recipe than the latest checkpoint's, except for the keys that may change."""
+    may_change = CHANGES_NUMBERS + CHANGES_NO_NUMBERS
+    changed = [text for key, text in changed_keys(run.recipe(), recipe).items() if not key.startswith(may_change)]
     if changed:
-        with suppress(Damaged):  # no damaged checkpoint has been set aside yet
-            if state := run.latest_state():
-                run.check_origin(state["step"], None, state.get("recipe"))
         message = f"run {run.path} was started with another recipe: {', '.join(changed)}"
         raise UserError(message, "train it under another -o")
 
 
-def fixed_keys(recipe: Recipe) -> dict[str, str]:
-    """The keys that may not change when a run is resumed, and their values as YAML; each checkpoint holds them."""
-    may_change = CHANGES_NUMBERS + CHANGES_NO_NUMBERS
-    return {key: scalar_text(value) for key, value in flatten(recipe).items() if not key.startswith(may_change)}
-
-
-def refuse_other_origin(run: RunDirectory, job: Job) -> None:
-    """Refuse to resume if the latest checkpoint, which must be intact, is of another run or recipe, or of another
-    tokenizer, other tokens to train or validate on, another background or other canonical ids. A split for validation
-    may come or go.
+def refuse_other_data(run: RunDirectory, job: Job) -> None:
+    """Refuse to resume if the latest checkpoint, which must be intact, is of another tokenizer, other tokens to train
+    or validate on, another background or other canonical ids. A split for validation may come or go.
     """
-    progress = read_progress(run.checkpoint(run.steps()[-1]))
-    run.check_origin(progress.step, progress.run, progress.recipe)
-    before = progress.data
+    before = read_progress(run.checkpoint(run.steps()[-1])).data
     folder, hashes = job.recipe.data.dir, hashes_of(job)
     for name, what, where in (
         ("tokenizer", "trained with another tokenizer than that of", folder),

@@ -15,12 +15,12 @@ from pkmlm.files import remove_file, write_text
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.checkpoint import Progress, check_weights, quarantine_damaged_checkpoints, read_progress
+from pkmlm.runs.checkpoint import check_weights, quarantine_damaged_checkpoints
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import set_aside_later
+from pkmlm.runs.record import Progress, read_progress
 from pkmlm.signals import StopRequest, stop_on_signals
 from pkmlm.train.init_from import check_init_from, load_init_from
-from pkmlm.train.job import Job, hashes_of, no_validation_warning
+from pkmlm.train.job import Job, no_validation_warning
 from pkmlm.train.log import RunLog, SilentLog, TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.monitor import TrainingMonitor
@@ -31,7 +31,7 @@ from pkmlm.train.resume_check import (
     is_complete,
     lost_metrics_warning,
     refuse_changed_recipe,
-    refuse_other_origin,
+    refuse_other_data,
     refuse_output,
 )
 from pkmlm.train.slot_choice import check_background
@@ -67,9 +67,9 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
                 check_background(job)
                 held.enter_context(run.locked())
                 if run.steps():
-                    refuse_changed_recipe(run, job.recipe)
                     warnings += quarantine_damaged_checkpoints(run)
-                    refuse_other_origin(run, job)
+                    refuse_changed_recipe(run, job.recipe)
+                    refuse_other_data(run, job)
                 complete = is_complete(run, job.recipe)
         if world.broadcast(complete):
             if lead:
@@ -80,16 +80,17 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
         start = world.broadcast(start)
         with world.collective_errors():
             if lead:
-                warnings += begin(run, job, settings, world.size)
+                recipe = begun_recipe(run, job.recipe)
+                warnings += begin(run, job, recipe, settings, world.size)
+                job = replace(job, recipe=recipe)
                 if start is not None:
-                    run.note(init_from_step=start)
+                    run.write_facts(init_from_step=start)
         with noting_failure(run, world), explaining_failure(job, settings, world):
             outcome = run_training(run, job, settings, warnings, stop, quiet, world, start)
         with world.collective_errors():
             if lead:
-                run.note(**asdict(outcome))
+                run.write_facts(**asdict(outcome))
                 if outcome.exit_code == 0:  # nothing is left to do; the file `done`, written last, says so
-                    run.refuse_replaced()
                     run.clean()  # what could not be deleted before: the same command would do nothing more
                     write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
@@ -108,32 +109,36 @@ def device_settings(recipe: Recipe) -> DeviceSettings:
     return settings
 
 
-def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
-    """Make the run's folder, clear what an earlier process has left of work that will be done again, and note in
+def begun_recipe(run: RunDirectory, recipe: Recipe) -> Recipe:
+    """A recipe with the `train.init_from` that the run actually started from."""
+    source = run.recipe().train.init_from if run.steps() else recipe.train.init_from
+    return replace(recipe, train=replace(recipe.train, init_from=source))
+
+
+def begin(run: RunDirectory, job: Job, recipe: Recipe, settings: DeviceSettings, ranks: int) -> list[str]:
+    """Make the run's folder, clear what an earlier process has left of work that will be done again, and write in
     run.json that this process trains; return warnings.
+
+    Args:
+        recipe: that of the job, as `begun_recipe` returns it.
     """
-    recipe, step = job.recipe, max(run.steps(), default=0)
+    step = max(run.steps(), default=0)
     latest = read_progress(run.checkpoint(step)) if step else Progress()
-    facts, warnings = provenance(job, settings, ranks, run, latest), list(job.warnings)
+    facts, warnings = provenance(job, settings, ranks, run), list(job.warnings)
     if step:
-        recipe_before = run.recipe()
-        warnings = run.alterations() + change_warnings(recipe_before, recipe, run.facts(), facts)
-        # The run keeps the `train.init_from` that it actually started from.
-        recipe = replace(recipe, train=replace(recipe.train, init_from=recipe_before.train.init_from))
-    run.unsign()
+        warnings = change_warnings(run.recipe(), job.recipe, run.facts(), facts)
     remove_file(run.path / "done")  # before the recipe changes, by which `is_complete` knows whether all is done
     run.create(recipe)
     run.clean()
-    warnings += set_aside_later(run.path, step)
     # Before the log opens the file, which this replaces. A validation that the checkpoint does not know is repeated;
     # where there is no checkpoint, everything is.
-    run.cut_metrics(step or -1, validated=latest.validations is None or latest.validations.step == step)
+    run.cut_metrics(step or -1, validated=latest.validations.step == step)
     run.write_tokenizer(job.tokenizer.file, job.tokenizer.model_bytes)
     if step:
         warnings += no_validation_warning(job) + lost_metrics_warning(run)
     data = {"data_dir": os.path.abspath(job.corpus.folder), "data_sha256": job.corpus.sha256}
     data["tokenizer_sha256"] = job.tokenizer.sha256
-    run.note(**data, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
+    run.write_facts(**data, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
     return warnings + too_large_warning(job, settings, ranks)
 
 
@@ -178,7 +183,7 @@ def run_training(
             log.say("the first step compiles attention and FFNs, which can take minutes")
         state = build_state(job, model, settings, groups)
         validate = validator(state, job.tokenizer, log.say) if "valid" in job.corpus.splits else None
-        return Training(run, state, hashes_of(job), validate, log, stop).train()
+        return Training(run, state, job, validate, log, stop).train()
 
 
 def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups, start: int | None) -> Transformer:
@@ -220,8 +225,6 @@ def noting_failure(run: RunDirectory, world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as failure:
-        if isinstance(failure, UserError | OSError) and world.rank == 0:
-            run.refuse_replaced()  # if it has been, that is why a file was missing or seemed damaged: note nothing
         status, exit_code, message = "failed", 1, None
         if isinstance(failure, UserError):
             status, exit_code = ("diverged" if failure.exit_code == 3 else "failed"), failure.exit_code
@@ -233,5 +236,5 @@ def noting_failure(run: RunDirectory, world: World) -> Iterator[None]:
         if world.rank == 0:
             with suppress(UserError):  # if this cannot be written either, the failure itself matters more
                 facts = {"status": status, "exit_code": exit_code, "rank": world.comm_stats.failed, "message": message}
-                run.note(**facts, step=max(run.steps(), default=0))
+                run.write_facts(**facts, step=max(run.steps(), default=0))
         raise
