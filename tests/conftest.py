@@ -183,19 +183,12 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[Any], o
     monkeypatch.setattr(loop, "train_step", taken)
 
 
-def without_state(checkpoint: Path, *keys: str) -> None:
-    """Make a checkpoint one of an earlier version, whose state did not have these keys."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    write_state(checkpoint, {key: value for key, value in state.items() if key not in keys})
-
-
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint's state, and what its manifest says of it."""
     from pkmlm.files import entry_of, write_json
 
-    file, step = checkpoint / "manifest.json", int(checkpoint.name.removeprefix("step-"))
-    manifest = json.loads(file.read_text()) if file.exists() else {"version": 1, "step": step, "files": {}}
-    checkpoint.mkdir(exist_ok=True)
+    file = checkpoint / "manifest.json"
+    manifest = json.loads(file.read_text())
     write_json(checkpoint / "state.json", state)
     manifest["files"]["state.json"] = entry_of(checkpoint / "state.json")
     write_json(file, manifest)

@@ -1,5 +1,6 @@
 """Checkpoints: whole, checked, and refused when they are not what they say."""
 
+import json
 import os
 import shutil
 import stat
@@ -15,13 +16,15 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
-from pkmlm.files import Damaged, writing_folder
+from pkmlm.files import Damaged, entry_of, writing_folder
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
-from pkmlm.runs import checkpoint
-from pkmlm.runs.checkpoint import Progress, load_tensors, part_name, parts_of, verify, write_tensors
+from pkmlm.runs import checkpoint, saving
+from pkmlm.runs.checkpoint import load_tensors, part_name, parts_of, verify, write_tensors
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.record import Progress, read_progress
+from pkmlm.runs.saving import Saver
 from pkmlm.train.job import Job
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from tests.conftest import write_state
@@ -40,42 +43,29 @@ def state_of(run: RunDirectory):
     return model.state_dict(), optimizer_state(parameter_groups(model, recipe)), table_ranks(model)
 
 
+def save(run: RunDirectory, progress: Progress, tensors, drift=None) -> list[float]:
+    """Save a checkpoint, and wait until it stands; returns the seconds waited that were told for it."""
+    told: list[float] = []
+    with Saver(run, run.recipe(), ProcessGroups(), print) as saver:
+        saver.save(progress, *tensors, drift or {}, told.append)
+        saver.wait()
+    return told
+
+
 def test_what_is_saved_is_what_is_loaded(run):
     tensors, again = state_of(run), state_of(run)
     progress = checkpoint.load(run.checkpoint(30), *tensors)
     assert progress.step == 30
     progress.step = 31
-    checkpoint.save(run, progress, *tensors)
+    save(run, progress, tensors)
+    verify(run.checkpoint(31))
     assert checkpoint.load(run.checkpoint(31), *again) == progress
+    assert run.recipe_of(31) == run.recipe_of(30)
     for stored, read in zip(tensors[:2], again[:2], strict=True):
         assert stored.keys() == read.keys()
         assert all(torch.equal(stored[name], read[name]) for name in stored)
     for name in (checkpoint.WEIGHTS, checkpoint.OPTIMIZER):
         assert (run.checkpoint(30) / name).read_bytes() == (run.checkpoint(31) / name).read_bytes()
-
-
-def test_what_is_saved_is_read_back_from_the_disk(run, monkeypatch):
-    def cached(file):
-        """Whether the system has the file's first bytes in memory."""
-        with open(file, "rb") as stream:
-            try:
-                return os.preadv(stream.fileno(), [bytearray(16)], 0, os.RWF_NOWAIT) > 0
-            except BlockingIOError:
-                return False
-
-    try:
-        assert cached(run.recipe_file)
-    except (AttributeError, OSError):
-        pytest.skip("this system, or file system, does not tell")
-    found = []
-
-    def verified(path):
-        found.extend(cached(path / name) for name in checkpoint.FILES)
-        verify(path)
-
-    monkeypatch.setattr(checkpoint, "verify", verified)
-    checkpoint.save(run, Progress(step=31), *state_of(run))
-    assert found == [False] * 3
 
 
 @pytest.mark.parametrize("kind", ["product-key", "hash"])
@@ -98,27 +88,15 @@ def test_a_model_that_is_resumed_is_not_drawn_and_every_number_of_it_is_read(tra
         assert torch.equal(tensor.detach(), stored[name]), name
 
 
-WHOLE = {"step": 3, "tokens": 60, "skips": 0, "scaler": None, "seconds": 1.5, "data": {"train": "ab"}}
-
-
-def test_a_state_is_read_back_with_and_without_a_scaler(tmp_path):
-    for scaler in (None, {"scale": 2.0}):
-        write_state(tmp_path / "step-00000003", WHOLE | {"scaler": scaler})
-        assert checkpoint.read_progress(tmp_path / "step-00000003") == Progress(3, 60, 0, scaler, 1.5, {"train": "ab"})
-
-
 @pytest.mark.parametrize(
-    ("state", "key"),
-    [
-        ({key: value for key, value in WHOLE.items() if key != "skips"}, "skips"),
-        (WHOLE | {"tokens": True}, "tokens"),
-        (WHOLE | {"scaler": {"scale": "big"}}, "scaler.scale"),
-    ],
+    ("change", "key"),
+    [({"skips": None}, "skips"), ({"tokens": True}, "tokens"), ({"validations": {"worse": "no"}}, "validations.worse")],
 )
-def test_a_strange_state_is_refused(tmp_path, state, key):
-    write_state(tmp_path / "step-00000003", state)
+def test_a_strange_state_is_refused(run, change, key):
+    state = json.loads((run.checkpoint(30) / "state.json").read_text())
+    write_state(run.checkpoint(30), state | change)
     with pytest.raises(UserError, match=f"state.json .*{key}") as told:
-        checkpoint.read_progress(tmp_path / "step-00000003")
+        read_progress(run.checkpoint(30))
     assert told.value.exit_code == 1
 
 
@@ -139,7 +117,7 @@ def test_damage_is_named(run, name, damage):
         data += b"x"
     path.unlink() if damage == "delete" else path.write_bytes(data)
     with pytest.raises(Damaged, match=name):
-        checkpoint.load(run.checkpoint(30), *state_of(run))
+        verify(run.checkpoint(30))
 
 
 def test_training_goes_back_only_where_there_is_an_earlier_checkpoint(run):
@@ -178,24 +156,88 @@ def test_weights_of_another_shape_are_refused_before_anything_is_copied(run):
         assert torch.equal(model.embedding.weight, before)
 
 
+def test_a_save_holds_the_tensors_of_its_moment_while_training_goes_on(run):
+    tensors = state_of(run)
+    weight, committed = tensors[0]["embedding.weight"], []
+    before = weight.clone()
+    with Saver(run, run.recipe(), ProcessGroups(), print) as saver:
+        saver.save(Progress(step=31), *tensors, {"since": torch.tensor(30)}, committed.append)
+        weight.zero_()
+        saver.save(Progress(step=32), *tensors, {}, committed.append)  # waits for the one before
+        assert len(committed) == 1 or saver.thread is not None
+    assert run.steps()[-2:] == [31, 32]
+    assert len(committed) == 2
+    assert torch.equal(load_file(run.checkpoint(31) / "weights.safetensors")["embedding.weight"], before)
+    assert not load_file(run.checkpoint(32) / "weights.safetensors")["embedding.weight"].any()
+    assert checkpoint.load_drift(run.checkpoint(31)) == {"since": torch.tensor(30)}
+    assert checkpoint.load_drift(run.checkpoint(32)) == {}
+
+
+def test_a_save_without_room_for_a_copy_stands_before_training_goes_on(run, monkeypatch):
+    monkeypatch.setattr(saving, "free_bytes", lambda device: 0)
+    tensors, lines, told = state_of(run), [], []
+    with Saver(run, run.recipe(), ProcessGroups(), lines.append) as saver:
+        saver.save(Progress(step=31), *tensors, {}, told.append)
+        assert run.steps()[-1] == 31
+        assert saver.thread is None
+    assert len(told) == len(lines) == 1
+    verify(run.checkpoint(31))
+
+
 def test_nothing_is_saved_from_weights_that_are_not_finite(run):
     tensors = state_of(run)
     tensors[0]["norm.weight"][0] = float("nan")
     with pytest.raises(UserError, match=r"norm.weight is not finite") as told:
-        checkpoint.save(run, Progress(step=99), *tensors)
+        save(run, Progress(step=99), tensors)
     assert told.value.exit_code == 3
     assert 99 not in run.steps()
+    assert not list(run.checkpoints.glob(".tmp*"))
+
+
+def test_a_failed_write_is_told_after_the_next_step_and_keeps_what_stood(run):
+    tensors, before, recipe = state_of(run), run.steps(), run.recipe()
+    (run.checkpoint(31)).mkdir()
+    (run.checkpoint(31) / "another.txt").touch()  # the folder cannot be given its name
+    with Saver(run, recipe, ProcessGroups(), print) as saver:
+        saver.save(Progress(step=31), *tensors, {}, print)
+        while saver.thread is not None and saver.thread.is_alive():
+            saver.check()
+        with pytest.raises(UserError, match="step-00000031"):
+            saver.check()
+    shutil.rmtree(run.checkpoint(31))
+    assert run.steps() == before
+    assert not list(run.checkpoints.glob(".tmp*"))
+    save(run, Progress(step=31), tensors)
+    verify(run.checkpoint(31))
 
 
 def test_pruning_keeps_the_newest_and_the_best(run):
     tensors = state_of(run)
     for step in (40, 50, 60):
-        checkpoint.save(run, Progress(step=step), *tensors)
+        save(run, Progress(step=step), tensors)
     checkpoint.prune(run, 2, 40)
     assert run.steps() == [40, 50, 60]
-    checkpoint.save(run, Progress(step=70), *tensors)
+    save(run, Progress(step=70), tensors)
     checkpoint.prune(run, 2, 40)
     assert run.steps() == [40, 60, 70]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool])
+def test_tensors_are_written_as_the_library_reads_them(tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PIECE", 16)
+    tensors = {
+        "odd": (torch.arange(21).view(3, 7) % 2).to(dtype),
+        "turned": torch.arange(12).view(3, 4).to(dtype).T,
+        "number": torch.tensor(1).to(dtype),
+        "none": torch.zeros(0, 5).to(dtype),
+        "beside": torch.rand(5),
+    }
+    entry = write_tensors(tmp_path / "t.safetensors", tensors, {"format": "pt"})
+    assert entry == entry_of(tmp_path / "t.safetensors")
+    found = load_file(tmp_path / "t.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert all(found[name].dtype == tensors[name].dtype for name in tensors)
 
 
 def test_a_half_written_checkpoint_is_never_seen(run):
@@ -263,11 +305,10 @@ def test_a_missing_part_and_one_of_another_shape_are_named_before_anything_is_co
     assert not held["bias"].any()
 
 
-def test_files_of_tensors_have_the_permissions_of_new_ones(tmp_path, monkeypatch):
+def test_files_of_tensors_have_the_permissions_of_new_ones(tmp_path):
     mask = os.umask(0o027)
     try:
-        with monkeypatch.context() as during, writing_folder(tmp_path / "new") as folder:
-            during.delattr(os, "umask")  # the whole process's: another thread's files would have other permissions
+        with writing_folder(tmp_path / "new") as folder:
             write_parts(folder, 1)
     finally:
         os.umask(mask)
