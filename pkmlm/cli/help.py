@@ -24,7 +24,6 @@ TOPICS = (  # in the order in which a new user needs them
     "models",
     "speed",
     "safety",
-    "changes",
 )
 
 

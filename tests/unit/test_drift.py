@@ -12,14 +12,14 @@ from pkmlm.analysis import drift as drifting
 from pkmlm.analysis.drift import Drift, RecentReads
 from pkmlm.data.batches import Batches
 from pkmlm.distributed import World
+from pkmlm.errors import UserError
 from pkmlm.model.memory.base import memories
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import drift_file, drift_state_file
 from pkmlm.train.step import TrainState, train_step
-from tests.conftest import pkmlm
+from tests.conftest import after_step, pkmlm
 from tests.golden.test_curves import Stream
 
 MEMORY = Memory(kind="product-key", layers=("2",), num_keys=32, heads=2, topk=2, key_dim=8)
@@ -52,7 +52,7 @@ def watched(tmp_path: Path, write_recipe, monkeypatch: pytest.MonkeyPatch):
 
 def test_slots_die_wake_and_stay_unread(watched, tmp_path: Path) -> None:
     recipe, model, read = watched
-    log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
+    log, drift = Events(), Drift(tmp_path / "usage", recipe, model)
     for step in range(1, 31):
         if step <= 15:
             read(drift, 1, 2, 3)
@@ -60,7 +60,7 @@ def test_slots_die_wake_and_stay_unread(watched, tmp_path: Path) -> None:
             read(drift, 3, 4)
         drift.record(step, log.event)
     first, second = (line["memories"][0] for line in log.told)
-    assert [(line["step"], line["since"], line["began"]) for line in log.told] == [(15, 0, 0), (30, 15, 0)]
+    assert [(line["step"], line["since"]) for line in log.told] == [(15, 0), (30, 15)]
     assert (first["read"], first["died"], first["woke"], first["never"]) == (3, 0, 0, 253)
     assert (second["read"], second["died"], second["woke"], second["never"]) == (2, 2, 1, 252)
     model.eval()
@@ -72,7 +72,7 @@ def test_slots_die_wake_and_stay_unread(watched, tmp_path: Path) -> None:
 def test_the_last_window_is_recorded_unless_it_is_short(watched, tmp_path: Path, every: int, recorded) -> None:
     recipe, model, _ = watched
     recipe = replace(recipe, eval=replace(recipe.eval, every=every))
-    log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
+    log, drift = Events(), Drift(tmp_path / "usage", recipe, model)
     for step in range(1, 31):
         drift.record(step, log.event)
     assert [line["step"] for line in log.told] == recorded
@@ -80,7 +80,7 @@ def test_the_last_window_is_recorded_unless_it_is_short(watched, tmp_path: Path,
 
 def test_moved_is_the_distance_of_sampled_values(watched, tmp_path: Path) -> None:
     recipe, model, read = watched
-    log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
+    log, drift = Events(), Drift(tmp_path / "usage", recipe, model)
     table = drift.memories[0].values.weight_KD
     before = table.detach().clone()
     read(drift, *range(256))
@@ -106,7 +106,7 @@ def test_moved_is_the_distance_of_sampled_values(watched, tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", [3e38, float("nan")])
 def test_values_beyond_measure_have_moved_by_no_number(watched, tmp_path: Path, value: float) -> None:
     recipe, model, read = watched
-    log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
+    log, drift = Events(), Drift(tmp_path / "usage", recipe, model)
     drift.memories[0].values.weight_KD.data.fill_(value)
     read(drift, *range(256))
     drift.record(15, log.event)
@@ -118,72 +118,16 @@ def test_going_on_from_a_checkpoint_changes_no_record(watched, tmp_path: Path) -
     told = []
     for stop in (None, 10, 15):  # between records, and at one
         log, folder = Events(), tmp_path / f"usage-{stop}"
-        drift = Drift(folder, recipe, model, 0)
+        drift = Drift(folder, recipe, model)
         for step in range(1, 31):
             read(drift, step % 7, 50 + step)
             drift.record(step, log.event)
             if step == stop:
-                drift.keep(step)
-                drift = Drift(folder, recipe, model, step)
+                kept = {name: tensor.clone() for name, tensor in drift.tensors().items()}
+                drift = Drift(folder, recipe, model)
+                drift.load(kept)
         told.append(log.told)
     assert told[0] == told[1] == told[2]
-
-
-def test_what_is_kept_goes_with_its_checkpoint(watched, tmp_path: Path) -> None:
-    recipe, model, _ = watched
-    drift = Drift(tmp_path / "usage", recipe, model, 0)
-    drift.keep(10)
-    drift.keep(12)
-    drift.record(15, Events().event)
-    drift.forget([12, 15])
-    assert sorted(file.name for file in drift.folder.iterdir()) == ["drift-step-15.npz", "kept-step-12.npz"]
-
-
-def test_a_file_that_is_damaged_or_of_another_memory_begins_anew(watched, tmp_path: Path) -> None:
-    recipe, model, read = watched
-    drift = Drift(tmp_path / "usage", recipe, model, 0)
-    read(drift, 5)
-    drift.record(15, Events().event)
-    assert Drift(tmp_path / "usage", recipe, model, 15).memories[0].last_K[5] == 15
-    file = drift_file(tmp_path / "usage", 15)
-    whole = file.read_bytes()
-
-    def begins_anew() -> bool:
-        late = Drift(tmp_path / "usage", recipe, model, 15)
-        return late.began == 15 and any(str(file) in warning for warning in late.warnings)
-
-    for content in (whole[: len(whole) // 2], whole[:100] + b"\xff" * 40 + whole[140:]):
-        file.write_bytes(content)
-        assert begins_anew()
-    file.write_bytes(whole)
-    with np.load(file) as stored:
-        arrays = {name: stored[name] for name in stored.files}
-    last_K = arrays["0-last_K"].copy()
-    last_K[7] = 15
-    np.savez(file, **(arrays | {"0-last_K": last_K}))
-    assert begins_anew(), "its digest is of another content"
-    del arrays["digest"]  # as older versions wrote them
-    np.savez(file, **arrays)
-    assert Drift(tmp_path / "usage", recipe, model, 15).memories[0].last_K[5] == 15
-    for name, other in (
-        ("0-read_K", arrays["0-read_K"].astype(np.int8)),
-        ("0-last_K", np.zeros((256, 2), np.int64)),
-        ("0-before_SD", np.zeros((1, 1), np.float32)),
-        ("steps", np.array([0, 99, 15])),
-        ("steps", np.array([0.0, np.nan, np.inf])),
-    ):
-        np.savez(file, **{**arrays, name: other})
-        assert begins_anew(), name
-    file.write_bytes(whole)
-    log, late = Events(), Drift(tmp_path / "none", recipe, model, 15)
-    read(late, 1, 2)
-    late.record(30, log.event)
-    (told,) = log.told
-    assert (told["since"], told["began"]) == (15, 15)
-    found = told["memories"][0]
-    assert (found["read"], found["died"], found["woke"], found["never"]) == (2, 0, 0, 254), "as in a first record"
-    other = build_model(load_recipe(tmp_path / "product-key.yaml", ["model.memory.num_keys=8"]), 600)
-    assert Drift(tmp_path / "usage", recipe, other, 15).began == 15
 
 
 @pytest.mark.parametrize("kind", ["product-key", "hash", "dense"])
@@ -199,20 +143,27 @@ def test_training_records_drift(trained, kind: str) -> None:
             assert 0 < memory["read"] <= memory["slots"]
             assert memory["read"] + memory["never"] <= memory["slots"]
             assert memory["moved"] > 0
-    kept = {f"kept-step-{step}.npz" for step in RunDirectory(run).steps() if step % 15 and memories}
-    assert {file.name for file in run.glob("usage/kept-*")} == kept
+    for step in RunDirectory(run).steps():
+        assert (RunDirectory(run).checkpoint(step) / "drift.safetensors").exists() == bool(memories)
     assert pkmlm("compare", run).stdout, "other readers of metrics.jsonl pass over it"
 
 
-def test_a_resume_that_cannot_use_the_drift_record_says_so(write_recipe, tmp_path: Path) -> None:
+def test_a_resumed_run_records_the_drift_of_a_straight_one(write_recipe, trained, tmp_path: Path, monkeypatch) -> None:
     recipe, run = write_recipe(tmp_path, "product-key"), tmp_path / "run"
-    pkmlm("train", recipe, "-o", run, "-q", "-s", "train.steps=20")
-    kept = drift_state_file(run / "usage", 20)
-    kept.write_bytes(kept.read_bytes()[:-50])
-    said = pkmlm("train", recipe, "-o", run, "-q", "-s", "train.steps=22").stderr
-    assert said.count(str(kept)) == 1
-    (told,) = (line for line in RunDirectory(run).metrics() if line["event"] == "warn" and "drift" in line["text"])
-    assert told["step"] == 20
+
+    def fail(state: TrainState) -> None:
+        raise UserError("the machine fails", exit_code=1)
+
+    with monkeypatch.context() as once:
+        after_step(once, 22, fail)
+        pkmlm("train", recipe, "-o", run, "-q", code=1)
+    assert RunDirectory(run).steps()[-1] == 20, "between two records"
+    pkmlm("train", recipe, "-o", run, "-q")
+    ours, straight = (
+        [line for line in RunDirectory(path).metrics() if line["event"] == "drift"]
+        for path in (run, trained("product-key"))
+    )
+    assert ours == straight
 
 
 @pytest.mark.parametrize("recompute", [False, True])
