@@ -46,7 +46,7 @@ def read_task_file(path: Path, includers: tuple[Path, ...] = ()) -> dict[str, An
             raise UserError(f"{node.place}: {key}: a task of your own has no such key", HINT)
     try:
         own = yaml.safe_load(text)
-        json.dumps(own, allow_nan=False)
+        json.dumps(own, allow_nan=False, ensure_ascii=False).encode()
     except (yaml.YAMLError, ValueError, TypeError) as error:
         what = " ".join(str(error).split())
         raise UserError(f"{path}: {what} (expected texts, numbers, lists and mappings)", HINT) from None
@@ -56,7 +56,9 @@ def read_task_file(path: Path, includers: tuple[Path, ...] = ()) -> dict[str, An
     names = own.pop("include", None) or []
     included: dict[str, Any] = {}
     for name in names if isinstance(names, list) else [names]:
-        included |= read_task_file(path.parent / str(name), (*includers, path.resolve()))
+        if not isinstance(name, str):
+            raise UserError(f"{tree.value['include'].place}: include: found {name} (expected a file)")
+        included |= read_task_file(path.parent / name, (*includers, path.resolve()))
     return {key: value for key, value in (included | own).items() if value is not None}
 
 

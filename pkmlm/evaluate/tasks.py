@@ -181,10 +181,11 @@ def how_to_write(config: Json, scored: str, file: Path) -> str:
     """A hint on how to write the rows of a task."""
     path, name = config.get("dataset_path"), config.get("dataset_name")
     if "/" not in str(path) or path in SCRIPTS:  # not on the hub
-        return f"write one JSON object per line to {file}: see `pkmlm help evaluation`"
+        return f"for --task-data {file.parent}, write one JSON object per line: see `pkmlm help evaluation`"
     source = ", ".join(json.dumps(part) for part in (path, name) if part)
-    fetch = f"load_dataset({source}, split={json.dumps(config[scored])}).to_json({json.dumps(str(file))})"
-    return f"on a machine with network access: from datasets import load_dataset; {fetch}"
+    target = f"{json.dumps(str(file))}, force_ascii=False"
+    fetch = f"load_dataset({source}, split={json.dumps(config[scored])}).to_json({target})"
+    return f"for --task-data {file.parent}, where there is a network: from datasets import load_dataset; {fetch}"
 
 
 def read_rows(file: Path) -> Rows:
@@ -284,8 +285,8 @@ def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bo
 
 def one_line(error: Exception) -> str:
     """The first line of an error's message, with its class, without which it often makes no sense."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line if type(error) is ValueError else f"{type(error).__name__}: {line}"
+    line, kind = str(error).strip().partition("\n")[0], type(error).__name__
+    return line if line and type(error) is ValueError else f"{kind}: {line}" if line else kind
 
 
 def bounded(total: Callable[[Any], float], items: Any) -> float:

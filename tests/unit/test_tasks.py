@@ -177,6 +177,7 @@ def test_a_broken_file_is_told(content, where, tmp_path):
         ("metric_list: 5", "metric_list"),
         ("metadata: {version: .nan}", "float"),
         ("metadata: 2001-01-01", "date"),
+        ('gen_prefix: "\\ud800"', "surrogate"),
         ("metadata: 2001-99-99", "month"),
         ("include: mine.yaml", "includes itself"),
         ("include: [5]", "5"),
