@@ -22,8 +22,7 @@ from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, build_prefix_trees, continuation_windows, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
-from pkmlm.evaluate.task_rows import Json, one_line
-from pkmlm.evaluate.tasks import ZeroShotTask, contained
+from pkmlm.evaluate.tasks import Json, ZeroShotTask, contained, one_line
 from pkmlm.recipe.constraints import require_softmax
 from pkmlm.runs.results import average_accuracy
 
@@ -254,17 +253,17 @@ def score_tasks(
         what was asked, the log-likelihoods and the metrics.
 
     Raises:
-        UserError: scores that are not finite (exit code 1); a task of the user that lm-eval cannot score.
+        UserError: scores that are not finite (exit code 1); rows or a definition that lm-eval cannot score.
     """
     model = PkmLM(run, batch_size=batch_size, advance=advance)
     try:
         with contained():
             found = evaluate(model, {"tasks": {each.name: each.task for each in tasks}}, limit=limit, bootstrap_iters=0)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of a definition that passed the checks
-        own = ", ".join(str(each.own) for each in tasks if each.own is not None)
-        if not own:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # in metrics: the requests have been checked
+        given = ", ".join(f"{each.own or each.name} with {each.rows.file}" for each in tasks if each.rows is not None)
+        if not given:
             raise
-        raise UserError(f"--tasks {own}: lm-eval cannot score it: {one_line(error)}") from error
+        raise UserError(f"--tasks: lm-eval cannot score {given}: {one_line(error)}") from error
     assert found is not None  # lm_eval returns None on ranks above 0; the adapter's is always 0
     records = {}
     for each in tasks:

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from pkmlm.distributed import World
-from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import TextChoice
 from pkmlm.evaluate.evaluation import evaluate_run
 from pkmlm.evaluate.load import load_run
-from pkmlm.evaluate.tasks import load_tasks
 from pkmlm.runs.results import read_evaluation, tasks_file
 from tests.conftest import pkmlm
 from tests.task_rows import ROWS, write_rows
@@ -220,54 +218,10 @@ def test_examples_before_the_question_come_from_their_own_file(run, tmp_path):
     assert (run / "eval" / "tasks-arc_easy-shots-2-step-30.json").exists()
 
 
-@pytest.mark.parametrize(
-    "named",
-    ["test_split: test", "test_split: test\ntraining_split: test", "test_split: few-shot examples\nfewshot_split: dev"],
-)
-def test_examples_have_a_split_of_their_own_whatever_a_definition_names(tmp_path, named):
-    path = tmp_path / "own.yaml"
-    path.write_text(OWN.format(file="none").replace("test_split: test", named))
-    (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Milk", "colour": 0}\n')
-    with pytest.raises(UserError, match="no examples for colours"):
-        load_tasks(str(path), tmp_path, 1)
-    (tmp_path / "colours.train.jsonl").write_text('{"thing": "Soot", "colour": 1}\n')
-    task = load_tasks(str(path), tmp_path, 1)[0].task
-    assert [document["thing"] for document in task.eval_docs] == ["Snow", "Milk"]
-    assert task.fewshot_context(task.eval_docs[0], 1) == "Soot is black\n\nSnow is"
-
-
-def test_the_question_itself_is_never_an_example(tmp_path):
-    path = tmp_path / "own.yaml"
-    things = ["Snow", "Milk", "Salt", "Soot", "Ink", "Coal"]
-    rows = "".join(f'{{"thing": "{thing}", "colour": {place // 3}}}\n' for place, thing in enumerate(things))
-    (tmp_path / "colours.jsonl").write_text(rows)
-    path.write_text(OWN.format(file=tmp_path / "colours.jsonl") + "num_fewshot: 5\n")
-    for folder in (tmp_path, None):
-        with pytest.raises(UserError, match="no examples for colours but its own questions") as told:
-            load_tasks(str(path), folder, None)
-        assert f"{folder or 'DIR'}/colours.train.jsonl" in told.value.hint
-    validation = path.read_text().replace("test_split: test", "validation_split: test\nfewshot_split: test")
-    (tmp_path / "validation.yaml").write_text(validation)
-    with pytest.raises(UserError, match="but its own questions"):
-        load_tasks(str(tmp_path / "validation.yaml"), tmp_path, None)
-    samples = 'fewshot_config: {samples: [{"thing": "Tar", "colour": 1}]}\n'
-    path.write_text(path.read_text() + "fewshot_split: test\n")
-    for folder in (tmp_path, None):
-        task = load_tasks(str(path), folder, None)[0].task
-        for document in task.eval_docs:
-            asked = task.fewshot_context(document, 5)
-            assert sorted(line.split()[0] for line in asked.split("\n\n")) == sorted(things)
-    path.write_text(OWN.format(file="none") + samples)
-    task = load_tasks(str(path), tmp_path, 1)[0].task
-    assert task.fewshot_context(task.eval_docs[0], 1) == "Tar is black\n\nSnow is"
-
-
 OWN = """task: colours
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
 output_type: multiple_choice
-doc_to_text: "{{{{thing}}}} is"
+doc_to_text: "{{thing}} is"
 doc_to_choice: [white, black]
 doc_to_target: colour
 """
@@ -275,10 +229,19 @@ doc_to_target: colour
 
 def test_a_task_of_ones_own(run, tmp_path):
     (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Soot", "colour": 1}\n')
-    (tmp_path / "own.yaml").write_text(OWN.format(file=tmp_path / "nowhere.jsonl"))
+    (tmp_path / "own.yaml").write_text(OWN)
     record, samples = scored(run, tmp_path, str(tmp_path / "own.yaml"))
     assert record["tasks"]["colours"]["n"] == 2
     assert samples[0]["arguments"][0] == ["Snow is", " white"]
+
+
+def test_a_metric_that_fails_is_told_with_its_task(run, tmp_path):
+    (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Soot", "colour": 1}\n')
+    path = tmp_path / "own.yaml"
+    path.write_text(f"{OWN}metric_list: [{{metric: acc, aggregation: weighted_perplexity}}]\n")
+    said = pkmlm("eval", run, "--tasks", path, "--task-data", tmp_path, code=2)
+    assert str(path) in said.stderr
+    assert not said.stdout
 
 
 def test_mistakes_are_told_in_one_line(run, rows, tmp_path):
@@ -297,6 +260,6 @@ def test_mistakes_are_told_in_one_line(run, rows, tmp_path):
     assert taken.read_text() == "mine"
     bad = write_rows(tmp_path / "bad", "piqa")
     with (bad / "piqa.jsonl").open("a") as file:
-        file.write('{"goal": "a", "sol1": "b", "sol2": "c", "label": "0"}\n')
+        file.write('{"goal": "a", "sol1": "b", "sol2": "c", "label": 2}\n')
     unread = told("--tasks", "piqa", "--task-data", bad, "--step", 999_999)
     assert "piqa.jsonl:6" in unread  # told before a checkpoint is looked for

@@ -339,19 +339,7 @@ def ground(begun, tokens, tmp_path):
     (tmp_path / "base.yaml").write_text(recipe)
     (tmp_path / "recipe.yaml").write_text("base: base.yaml\n")
     (tmp_path / "text.txt").write_text("some text\n")
-    (tmp_path / "mine.yaml").write_text(TASK)
     return tmp_path
-
-
-TASK = """task: mine
-dataset_path: json
-dataset_kwargs: {data_files: {test: rows.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: ["a", "b"]
-doc_to_target: answer
-"""
 
 
 @contextmanager
@@ -386,7 +374,6 @@ EVAL = ("eval", "run")
         ("given.model", ("tokenize", "text.txt", "--tokenizer", "given.model", "-o", "out"), 2),
         ("text.jsonl", ("tokenize", "text.jsonl", "-o", "out"), 2),
         ("text.txt", (*EVAL, "--text", "text.txt"), 2),
-        ("rows.jsonl", (*EVAL, "--tasks", "mine.yaml"), 2),
         ("piqa.jsonl", (*EVAL, "--tasks", "piqa", "--task-data", "."), 2),
         ("run/tokenizer.model", EVAL, 1),
         ("run/run.json", EVAL, 1),

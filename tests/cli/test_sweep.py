@@ -531,7 +531,7 @@ def test_rows_of_tasks_are_asked_for_before_anything_is_trained(grid, tmp_path):
     grid.write_text(GRID.replace("valid_loss", "piqa"))
     (tmp_path / "piqa.jsonl").write_text(PIQA + '{"goal": 3}\n')
     done = pkmlm("sweep", grid, "-o", tmp_path / "swept", "--task-data", tmp_path, code=2)
-    assert f"{tmp_path / 'piqa.jsonl'}:5" in done.stderr
+    assert str(tmp_path / "piqa.jsonl") in done.stderr
     assert not (tmp_path / "swept").exists()
 
 
