@@ -15,11 +15,12 @@ from pkmlm.analysis.usage import SPREAD, MemoryUsage, with_pool
 from pkmlm.console import token_progress, warn
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.sources import expand_glob, find_source
+from pkmlm.data.tokenizer_file import tokenizer_file
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
 from pkmlm.files import MANIFEST, entry_of, json_text, sha256_of
-from pkmlm.runs.directory import RunDirectory, tokenizer_file
+from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import (
     USAGE,
     read_checkpoint_manifest,

@@ -5,5 +5,5 @@ and `byte_level_bpe` below it, and `canonical` for n-grams), `shards` writes a f
 `join_parts` joins parts, `corpus` describes and reads such a folder, `overlap` looks for documents that its splits
 share, and `batches` draws training sequences from it. `pkmlm tokenize` calls `shards` and `join_parts`; training and
 evaluation call `corpus` and `batches`.
-Imports errors, recipe, seeds and runs only.
+Imports errors, files, recipe and seeds only; tokenizers, errors and files only.
 """

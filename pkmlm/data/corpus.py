@@ -20,9 +20,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.data.tokenizer_file import tokenizer_file
 from pkmlm.errors import UserError, read_errors
 from pkmlm.files import json_text, open_file, read_bytes, read_json, size_of, write_json
-from pkmlm.runs.directory import tokenizer_file
 
 FORMAT = "pkmlm-tokens-1"
 PART_FORMAT = "pkmlm-tokens-part-2"

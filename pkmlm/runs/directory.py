@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.console import warn
+from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError
 from pkmlm.files import (
     abandoned,
@@ -46,18 +47,11 @@ from pkmlm.runs.results import (
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
-# A run, a folder of tokens and an export hold one of these.
-TOKENIZERS = (SENTENCEPIECE_FILE, BYTE_LEVEL_FILE) = ("tokenizer.model", "tokenizer.json")
 # What a run keeps in its folder, besides what is measured later.
 OWN = {"recipe.yaml", "run.json", "metrics.jsonl", "train.log", *TOKENIZERS, "checkpoints"}
 OWN |= {"best", "latest", "done"}
 CHOOSE = "choose another -o"
 LOST_RECORD = "delete it: then only the record of how the run was started and how it ended is lost"
-
-
-def tokenizer_file(folder: Path) -> Path:
-    """The tokenizer's file in a folder; if there is none, the path that it usually has."""
-    return next((folder / name for name in TOKENIZERS if (folder / name).exists()), folder / SENTENCEPIECE_FILE)
 
 
 class RunDirectory:
