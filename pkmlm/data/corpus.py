@@ -1,7 +1,7 @@
 """A folder of tokens: its index, and its files, which are mapped into memory and checked block by block.
 
-`index.json` (`part.json` for a part of a corpus) is written last and checked first. Beside it are the tokenizer
-(`tokenizer.model` or `tokenizer.json`) and, for each split,
+`index.json` is written last and checked first. Beside it are the tokenizer (`tokenizer.model` or `tokenizer.json`)
+and, for each split,
   SPLIT-00000.bin ...  token ids, little-endian, each document followed by `eos`;
   SPLIT.documents      little-endian int64: where each document begins, then the number of tokens;
   SPLIT.hashes         sha256 digests (32 bytes) of every 256 KiB of the shards, then of SPLIT.documents.
@@ -25,14 +25,10 @@ from pkmlm.errors import UserError, read_errors
 from pkmlm.files import json_text, open_file, read_bytes, read_json, size_of, write_json
 
 FORMAT = "pkmlm-tokens-1"
-PART_FORMAT = "pkmlm-tokens-part-2"
 FILE = "index.json"
-PART = "part.json"  # replaces index.json in a folder that holds one part of a corpus
 HASHED = 256 << 10  # bytes that one digest covers
 DIGEST = 32  # bytes of a sha256
-OWN_FILES = re.compile(
-    r"(index|part)\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)"
-)
+OWN_FILES = re.compile(r"index\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)")
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0)]
@@ -93,51 +89,6 @@ class Index:
         write_json(folder / FILE, stamped(self, FORMAT))
 
 
-@dataclass(frozen=True, config=STRICT)
-class PartFile:
-    """A file of the whole corpus, and the part, counted from 1, that encodes it."""
-
-    name: str
-    bytes: Count
-    part: Count
-
-
-@dataclass(frozen=True, config=STRICT)
-class Part:
-    """The content of `part.json`, which replaces `index.json` in a folder with one part of a corpus.
-
-    Attributes:
-        part, parts: its number, from 1, and the number of parts.
-        field: the key or column that was read.
-        files: all files of each split of the corpus, in order; the same in all parts.
-        index: the index of this part's tokens; its sources are the files that this part encodes.
-    """
-
-    part: Count
-    parts: Count
-    field: str
-    files: dict[str, tuple[PartFile, ...]]
-    index: Index
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """What all parts of a corpus have in common, by the names that errors use."""
-        common = {
-            "number of parts": self.parts,
-            "tokenizer": self.index.tokenizer_sha256[:16],
-            "--separator": repr(self.index.separator),
-            "--field": repr(self.field),
-        }
-        common |= {f"--{split}": f"{percent:g}%" for split, percent in self.index.held_out.items()}
-        for split, files in self.files.items():
-            for number, file in enumerate(files, 1):
-                common[f"file {number} of {split}"] = f"{file.name} of {file.bytes:,} bytes"
-        return common
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / PART, stamped(self, PART_FORMAT))
-
-
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
     """The smallest type that holds every id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -152,10 +103,6 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / FILE
     if not path.exists():
-        if (folder / PART).exists():
-            raise UserError(
-                f"{folder} is one part of a corpus (expected all of it)", "join its parts: pkmlm tokenize --join"
-            )
         raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
     index = read_stamped(path, Index, FORMAT)
     listed = {FILE, tokenizer_file(folder).name}
@@ -165,18 +112,6 @@ def read_index(folder: Path) -> Index:
     if unlisted := sorted(own - listed):
         raise damaged(folder / unlisted[0], f"{FILE} does not list it")
     return index
-
-
-def read_part(folder: Path) -> Part:
-    """Read and check the `part.json` of a folder.
-
-    Raises:
-        UserError: the folder holds no part, or its `part.json` is damaged or of another format.
-    """
-    path = folder / PART
-    if not path.exists():
-        raise UserError(f"{folder} holds no part of a corpus (expected {PART})", "make it: pkmlm tokenize --shard I/N")
-    return read_stamped(path, Part, PART_FORMAT)
 
 
 def values_of(record: Any) -> dict[str, Any]:

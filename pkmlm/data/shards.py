@@ -1,7 +1,6 @@
 """Turn text into the files of a corpus: tokens in shards, in one pass and in bounded memory.
 
-The files depend on the documents and the tokenizer alone: not on threads, block sizes or the machine. Several machines
-can each encode some of the files into a part of a corpus; parts are joined into what one machine would have written.
+The files depend on the documents and the tokenizer alone: not on threads, block sizes or the machine.
 """
 
 import dataclasses
@@ -21,8 +20,6 @@ from pkmlm.data.corpus import (
     HASHED,
     Index,
     Origin,
-    Part,
-    PartFile,
     Shard,
     Split,
     dtype_for,
@@ -75,7 +72,6 @@ def tokenize(
     format: str | None = None,
     separator: str | None = None,
     field: str = FIELD,
-    part: tuple[int, int] | None = None,
     jobs: int = 1,
     replace: bool = False,
     progress: Progress,
@@ -90,14 +86,13 @@ def tokenize(
         model: the file of a tokenizer; None: learn one, of `vocab_size` ids (None: the default) and `model_type`.
         format: the format of all files; None: by their names.
         separator, field: where the text and its documents are; see `read_chunks`.
-        part: which part to write instead of the whole corpus, and of how many; see `write_corpus`.
         jobs: threads that encode.
         replace: whether to replace an existing folder.
         progress: called with a stage ("tokenizer" or a split), the bytes done and, if known, their total.
         warn: called with each warning about the documents.
 
     Returns:
-        The index of the corpus or of the part.
+        The index of the corpus.
 
     Raises:
         UserError: the files or options contradict each other; or as for `write_corpus` and `Tokenizer.learn`.
@@ -106,8 +101,6 @@ def tokenize(
     every = [source for inputs in sources.values() for source in inputs]
     if sum(source.name == STANDARD_INPUT for source in every) > 1:
         raise UserError("standard input is named for several splits (expected one)")
-    if part and any(source.name == STANDARD_INPUT for source in every):
-        raise UserError("standard input cannot be divided", "with --shard, give files that every machine can read")
     check_separator_and_field(every, separator, field)
     if held_out or not model:
         sources["train"] = [rereadable(source) for source in sources["train"]]
@@ -121,9 +114,8 @@ def tokenize(
         tokenizer = Tokenizer.learn(texts, vocab_size, model_type)
         reader.report()
     encoding = Encoding(tokenizer, separator, field, held_out, jobs, progress)
-    index = write_corpus(folder, sources, encoding, part, replace=replace)
-    if not part:  # joining looks at the documents of all parts
-        warn_of_documents(folder, index, tokenizer, warn)
+    index = write_corpus(folder, sources, encoding, replace=replace)
+    warn_of_documents(folder, index, tokenizer, warn)
     return index
 
 
@@ -144,47 +136,25 @@ def warn_of_documents(folder: Path, index: Index, tokenizer: Tokenizer, warn: Wa
 
 
 def write_corpus(
-    folder: Path,
-    sources: Mapping[str, Sequence[Source]],
-    encoding: Encoding,
-    part: tuple[int, int] | None = None,
-    *,
-    replace: bool = False,
+    folder: Path, sources: Mapping[str, Sequence[Source]], encoding: Encoding, *, replace: bool = False
 ) -> Index:
-    """Tokenize every split, or one part of every split, into a new folder, which appears once it is complete.
+    """Tokenize every split into a new folder, which appears once it is complete.
 
     Args:
         folder: where to write.
-        sources: the sources of each split ("train", "valid", "test") of the whole corpus, even if only a part is
-            written; for a held-out split, those of "train".
+        sources: the sources of each split ("train", "valid", "test"); for a held-out split, those of "train".
         encoding: how to tokenize.
-        part: the number of the part to write, from 1, and the number of parts; None: the whole corpus.
         replace: whether to replace a folder that is not empty, once the new one is complete.
 
     Returns:
-        The index of the corpus, or of the part, in which splits may be empty.
+        The index of the corpus.
 
     Raises:
         UserError: a source cannot be read, has no text, or has a character that the tokenizer cannot spell; there are
-            fewer training files than parts; the folder already exists; (exit code 1) the disk is full.
+            the folder already exists; (exit code 1) the disk is full.
     """
-    files: dict[str, tuple[PartFile, ...]] = {}
-    own = sources
-    if part:
-        number, parts = part
-        if (count := len(sources["train"])) < parts:
-            raise UserError(
-                f"--shard {number}/{parts}: train has {count} file{'s' * (count != 1)} (expected {parts} or more: a "
-                "part takes whole files)",
-                "split the text into more files, or make fewer parts",
-            )
-        files = {split: assign_parts(inputs, parts) for split, inputs in sources.items()}
-        own = {
-            split: [source for source, file in zip(inputs, files[split], strict=True) if file.part == number]
-            for split, inputs in sources.items()
-        }
     streams = {}
-    for split, inputs in own.items():
+    for split, inputs in sources.items():
         documents = share(split, encoding.held_out)
         cuts = encoding.tokenizer.cuts
         reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress, documents, cuts)
@@ -192,23 +162,8 @@ def write_corpus(
         streams[split] = TokenStream(arrays, reader.tally, [] if split in encoding.held_out else reader.origins)
     with writing_folder(folder, replace=replace) as place:
         index = write_splits(place, streams, encoding.tokenizer, encoding.separator, encoding.held_out)
-        if part:
-            Part(*part, encoding.field, files, index).write(place)
-        else:
-            write_index(place, index)
+        write_index(place, index)
     return index
-
-
-def assign_parts(sources: Sequence[Source], parts: int) -> tuple[PartFile, ...]:
-    """Assign the files of a split to parts: whole files, in order, about as many bytes in each part."""
-    sizes = [source.size or 0 for source in sources]
-    shares = [sum(sizes) * part // parts for part in range(1, parts)]
-    files, before = [], 0
-    for source, size in zip(sources, sizes, strict=True):
-        part = 1 + sum(share <= before + size // 2 for share in shares)  # the one that the file's middle falls in
-        files.append(PartFile(source.plain_name, size, part))
-        before += size
-    return tuple(files)
 
 
 def share(split: str, held_out: Mapping[str, float]) -> tuple[float, float]:
@@ -323,7 +278,7 @@ def write_splits(
     separator: str | None,
     held_out: Mapping[str, float],
 ) -> Index:
-    """Write the files of a corpus, or of a part of one, except its index, which is returned; splits may be empty."""
+    """Write the files of a corpus except its index, which is returned; splits may be empty."""
     with writing(place / tokenizer.file) as file:
         file.write(tokenizer.model_bytes)
     splits = {name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()}
@@ -387,7 +342,7 @@ def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def write_index(place: Path, index: Index) -> None:
-    """Write the index of a whole corpus; refuse (UserError) an empty split."""
+    """Write the index; refuse (UserError) an empty split."""
     divided = [name for name in index.splits if name == "train" or name in index.held_out]
     documents = sum(index.splits[name].documents for name in divided)
     for split, about in index.splits.items():

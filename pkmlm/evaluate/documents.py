@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pkmlm.data.corpus import FILE, PART, Corpus, read_index
+from pkmlm.data.corpus import FILE, Corpus, read_index
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import FIELD, check_separator_and_field, read_documents
 from pkmlm.data.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class TextChoice(NamedTuple):
             UserError: neither the recipe nor --data gives one, or it holds no tokens.
         """
         folder = self.data if self.data is not None else recipe.data.dir
-        if folder is not None and any((Path(folder) / name).exists() for name in (FILE, PART)):
+        if folder is not None and (Path(folder) / FILE).exists():
             return folder
         if self.data is not None:
             problem = f"holds no tokens (no {FILE} in it)" if Path(self.data).exists() else "does not exist"

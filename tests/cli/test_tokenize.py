@@ -85,6 +85,13 @@ def test_percentages_hold_out_documents_of_the_training_text(texts):
     assert found == [text for text in documents[:200] if split[text] == "valid"]
 
 
+def test_a_tokenizer_is_given_or_learnt(texts):
+    words = texts / "train.txt", "--tokenizer", "any.model", "-o", texts / "out"
+    for option in (["--vocab-size", 320], ["--model-type", "unigram"]):
+        assert option[0] in pkmlm("tokenize", *words, *option, code=2).stderr
+    assert not (texts / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
