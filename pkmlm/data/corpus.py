@@ -1,19 +1,18 @@
-"""A folder of tokens: its index, and its files, which are mapped into memory and checked block by block.
+"""A folder of tokens: its index, and its files, which are mapped into memory and checked when they are first read.
 
-`index.json` is written last and checked first. Beside it are the tokenizer (`tokenizer.model` or `tokenizer.json`)
-and, for each split,
+`index.json` is written last and checked first; it holds the sha256 of every other file. Beside it are the tokenizer
+(`tokenizer.model` or `tokenizer.json`) and, for each split,
   SPLIT-00000.bin ...  token ids, little-endian, each document followed by `eos`;
-  SPLIT.documents      little-endian int64: where each document begins, then the number of tokens;
-  SPLIT.hashes         sha256 digests (32 bytes) of every 256 KiB of the shards, then of SPLIT.documents.
+  SPLIT.documents      little-endian int64: where each document begins, then the number of tokens.
 """
 
 import hashlib
-import io
 import json
 import re
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -22,24 +21,22 @@ from pydantic.dataclasses import dataclass
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.data.tokenizer_file import tokenizer_file
 from pkmlm.errors import UserError, read_errors
-from pkmlm.files import json_text, open_file, read_bytes, read_json, size_of, write_json
+from pkmlm.files import open_file, read_bytes, sha256_of, size_of, write_json
 
-FORMAT = "pkmlm-tokens-1"
 FILE = "index.json"
-HASHED = 256 << 10  # bytes that one digest covers
-DIGEST = 32  # bytes of a sha256
-OWN_FILES = re.compile(r"index\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)")
+OWN_FILES = re.compile(r"index\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents)")
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0)]
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, config=STRICT)
 class Shard:
+    """A file of tokens."""
+
     name: str
     tokens: Count
-    bytes: Count
+    sha256: str
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -61,15 +58,16 @@ class Split:
     words: Count
     bytes: Count
     shards: tuple[Shard, ...]
-    hashes_sha256: str
+    documents_sha256: str
     sources: tuple[Origin, ...]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Index:
-    """The content of `index.json`, except for its format and its own sha256.
+    """The content of `index.json`.
 
-    `held_out` is the percentage of the documents of train's sources that each split without its own sources was given.
+    `held_out` is the percentage of the documents of train's sources that each split without its own sources was given;
+    `sha256` is that of all other values, see `sealed`.
     """
 
     dtype: Literal["uint16", "uint32"]
@@ -78,15 +76,17 @@ class Index:
     tokenizer_sha256: str
     separator: str | None
     splits: dict[str, Split]
-    held_out: dict[str, float] = Field(default_factory=dict)
+    held_out: dict[str, float]
+    format: Literal["pkmlm-tokens-2"] = "pkmlm-tokens-2"
+    sha256: str = ""
 
-    @property
-    def sha256(self) -> str:
-        """The sha256 of this index and, through the hashes in it, of every token: the identity of the corpus."""
-        return sha256_of_record(self)
+    def sealed(self) -> "Index":
+        """The same index with its sha256."""
+        values = json.dumps(asdict(replace(self, sha256="")), sort_keys=True)
+        return replace(self, sha256=hashlib.sha256(values.encode()).hexdigest())
 
     def write(self, folder: Path) -> None:
-        write_json(folder / FILE, stamped(self, FORMAT))
+        write_json(folder / FILE, asdict(self))
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -98,62 +98,32 @@ def read_index(folder: Path) -> Index:
     """Read and check the index of a folder that `pkmlm tokenize` wrote.
 
     Raises:
-        UserError: the index is missing, damaged or of another format, or the folder has a file of tokens that the index
-            does not list.
+        UserError: the index is missing, damaged or of another format.
     """
     path = folder / FILE
     if not path.exists():
         raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
-    index = read_stamped(path, Index, FORMAT)
-    listed = {FILE, tokenizer_file(folder).name}
-    for name, split in index.splits.items():
-        listed |= {f"{name}.documents", f"{name}.hashes", *(shard.name for shard in split.shards)}
-    own = {entry.name for entry in folder.iterdir() if OWN_FILES.fullmatch(entry.name)}
-    if unlisted := sorted(own - listed):
-        raise damaged(folder / unlisted[0], f"{FILE} does not list it")
-    return index
-
-
-def values_of(record: Any) -> dict[str, Any]:
-    """The values of a dataclass, without an empty `held_out`: older indexes were written without it."""
-    return asdict(record, dict_factory=lambda pairs: {key: each for key, each in pairs if key != "held_out" or each})
-
-
-def sha256_of_record(record: Any) -> str:
-    """The sha256 of the values of a dataclass."""
-    return hashlib.sha256(json.dumps(values_of(record), sort_keys=True).encode()).hexdigest()
-
-
-def stamped(record: Any, form: str) -> dict[str, Any]:
-    """A dataclass as JSON, preceded by the name of its format and the sha256 of the rest."""
-    return {"format": form, "sha256": sha256_of_record(record), **values_of(record)}
-
-
-def read_stamped(path: Path, kind: type[Record], form: str) -> Record:
-    """Read a dataclass from the JSON that `stamped` made of it.
-
-    Raises:
-        UserError: the file is missing, damaged, or of another format.
-    """
-    content = read_json(path, "the token index")
-    if not isinstance(content, dict) or content.get("format") != form:
-        found = content.get("format") if isinstance(content, dict) else content
-        raise UserError(f"{path}: found format {str(found)[:40]!r} (expected {form!r})", "tokenize the text again")
-    values = {key: value for key, value in content.items() if key not in ("format", "sha256")}
+    with read_errors(path):
+        content = read_bytes(path)
     try:
-        record = TypeAdapter(kind).validate_json(json.dumps(values))
+        index = TypeAdapter(Index).validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "content"
         raise damaged(path, f"{where}: {first['msg']} (found {str(first['input'])[:40]!r})") from None
-    if read_bytes(path) != json_text(stamped(record, form)).encode():
+    if index != index.sealed():
         raise damaged(path, "it differs from what was written")
-    return record
+    return index
 
 
 def damaged(path: Path, what: str) -> UserError:
     """The error for a file that differs from what `pkmlm tokenize` wrote."""
     return UserError(f"{path} is damaged: {what}", "tokenize the text again, or copy the folder again")
+
+
+def content_sha256(shards: Iterable[Shard]) -> str:
+    """What identifies tokens, in these shards: their documents follow from the tokens."""
+    return hashlib.sha256(" ".join(shard.sha256 for shard in shards).encode()).hexdigest()
 
 
 # Reading.
@@ -167,13 +137,13 @@ class Corpus:
         words, bytes: of the text: words as lm-eval counts them, bytes in UTF-8.
         eos, vocab_size, tokenizer_sha256: of the tokenizer.
         splits: the names of all splits of the corpus.
-        sha256: of this split's tokens and of where its documents begin: its identity, whatever its sources are called.
+        sha256: of this split's tokens: its identity, whatever its sources are called.
         hashes: the `sha256` of the splits "train" and "valid" (if there is one), and under "tokenizer" the tokenizer's:
             all that training depends on.
     """
 
     def __init__(self, folder: str | Path, split: str):
-        """Open a split: check its sizes and its list of hashes, but do not read tokens yet.
+        """Open a split: check the sizes of its files, but do not read tokens yet.
 
         Args:
             folder: a folder that `pkmlm tokenize -o` wrote.
@@ -191,10 +161,11 @@ class Corpus:
                 + (f", or tokenize again with --{split} FILE" if split in ("valid", "test") else ""),
             )
         about = index.splits[split]
+        hashes = {name: content_sha256(each.shards) for name, each in index.splits.items()}
         self.folder = folder
         self.split = split
         self.splits = tuple(index.splits)
-        self.sha256 = about.hashes_sha256
+        self.sha256 = hashes[split]
         self.tokens = about.tokens
         self.documents = about.documents
         self.words = about.words
@@ -203,17 +174,21 @@ class Corpus:
         self.vocab_size = index.vocab_size
         self.tokenizer_sha256 = index.tokenizer_sha256
         self.hashes = {"tokenizer": index.tokenizer_sha256} | {
-            name: each.hashes_sha256 for name, each in index.splits.items() if name != "test"
+            name: each for name, each in hashes.items() if name != "test"
         }
-        self._files, self._documents = open_files(folder, split, index)
-        self._starts = np.cumsum([0, *(file.size for file in self._files[:-1])])
+        ids = np.dtype(index.dtype).newbyteorder("<")
+        self._shards = [MappedFile(folder / shard.name, ids, shard.tokens, shard.sha256) for shard in about.shards]
+        self._starts = np.cumsum([0, *(shard.tokens for shard in about.shards[:-1])])
+        self._documents = MappedFile(
+            folder / f"{split}.documents", np.dtype("<i8"), about.documents + 1, about.documents_sha256
+        )
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids from `start` up to `stop`: int64, (stop - start,); the caller may change the array.
 
         Raises:
             IndexError: they are not all in the corpus.
-            UserError: a block that is read for the first time is damaged.
+            UserError: a shard that is read for the first time is damaged.
         """
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start}..{stop} of {self.tokens}")
@@ -222,7 +197,7 @@ class Corpus:
         filled = 0
         while filled < len(ids):
             offset = start + filled - int(self._starts[shard])
-            part = self._files[shard].read(offset, offset + len(ids) - filled)
+            part = self._shards[shard].read(offset, offset + len(ids) - filled)
             ids[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1
@@ -245,20 +220,21 @@ class Corpus:
         return self.read(start, stop - 1)
 
     def verify(self) -> None:
-        """Read and check all tokens.
+        """Check every byte of the split and of the tokenizer.
 
         Raises:
             UserError: a file is damaged; the message names it.
         """
-        for file in [*self._files, self._documents]:
-            file.read(0, file.size)
+        read_checked(tokenizer_file(self.folder), self.tokenizer_sha256)
+        for file in [*self._shards, self._documents]:
+            file.check()
 
 
-class CheckedFile:
-    """A file of numbers, mapped into memory; each 256 KiB is checked against its sha256 when first read."""
+class MappedFile:
+    """A file of numbers, mapped into memory, and checked against its sha256 when it is first read."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], size: int, digests: bytes):
-        """Map the file, which must hold exactly `size` numbers; `digests` are those of its blocks."""
+    def __init__(self, path: Path, dtype: np.dtype[Any], size: int, sha256: str):
+        """Map the file, which must hold exactly `size` numbers."""
         expected = size * dtype.itemsize
         with read_errors(path):
             found = size_of(path)
@@ -266,75 +242,42 @@ class CheckedFile:
             what = "the file is missing" if found is None else f"it has {found:,} bytes"
             raise damaged(path, f"{what} (expected {expected:,} bytes)")
         self.path = path
-        self.size = size
-        self.digests = digests
+        self.sha256 = sha256
+        self.checked = False
         with read_errors(path), open_file(path) as file:
             self.numbers = np.memmap(file, dtype, "r", shape=(size,))
-        self.block = HASHED // dtype.itemsize
-        self.unread = bytearray(b"\1") * (len(digests) // DIGEST)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """A view of the numbers from `start` up to `stop`, or up to the end of the file."""
-        stop = min(stop, self.size)
-        first, last = start // self.block, -(-stop // self.block)
-        for block in range(first, last):
-            if self.unread[block]:
-                self._check(block)
+        if not self.checked:
+            self.check()
         return self.numbers[start:stop]
 
-    def _check(self, block: int) -> None:
-        # Read, not mapped: faulting the map in page by page takes seven times as long.
-        with read_errors(self.path), open_file(self.path) as file:
-            file.seek(block * HASHED)
-            data = file.read(HASHED)
-        found, expected = hashlib.sha256(data).digest(), self.digests[block * DIGEST : (block + 1) * DIGEST]
-        if found != expected:
-            raise damaged(
-                self.path,
-                f"the 256 KiB from byte {block * HASHED:,} have sha256 {found.hex()[:16]}... "
-                f"(expected {expected.hex()[:16]}...)",
-            )
-        self.unread[block] = 0
+    def check(self) -> None:
+        """Check the whole file; raise UserError if it is damaged."""
+        check_sha256(self.path, sha256_of(self.path), self.sha256)  # not through the map: page by page is slow
+        self.checked = True
 
 
-def open_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile], CheckedFile]:
-    """The shards of a split, and its list of documents.
-
-    Raises:
-        UserError: a file is missing or of another size, or the list of hashes is damaged.
-    """
-    about = index.splits[split]
-    ids, places = np.dtype(index.dtype).newbyteorder("<"), np.dtype("<i8")
-    files = [(shard.name, ids, shard.tokens) for shard in about.shards]
-    files.append((f"{split}.documents", places, about.documents + 1))
-    hashes = io.BytesIO(read_checked(folder / f"{split}.hashes", about.hashes_sha256))
-    opened = []
-    for name, dtype, size in files:
-        blocks = -(-size * dtype.itemsize // HASHED)
-        opened.append(CheckedFile(folder / name, dtype, size, hashes.read(blocks * DIGEST)))
-    *shards, documents = opened
-    return shards, documents
+def check_sha256(path: Path, found: str, expected: str) -> None:
+    """Refuse a file whose sha256 is not the one in the index."""
+    if found != expected:
+        raise damaged(path, f"its sha256 is {found[:16]}... (expected {expected[:16]}...)")
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
     """Read a file and check it against its sha256 in the index."""
     with read_errors(path):
-        data = read_bytes(path)
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256:
-        raise damaged(path, f"its sha256 is {found[:16]}... (expected {sha256[:16]}...)")
-    return data
+        content = read_bytes(path)
+    check_sha256(path, hashlib.sha256(content).hexdigest(), sha256)
+    return content
 
 
-def open_tokenizer(folder: str | Path, index: Index | None = None) -> Tokenizer:
-    """The tokenizer of a corpus.
-
-    Args:
-        folder: a folder that `pkmlm tokenize` wrote.
-        index: its index; None: read it from the folder.
+def open_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a corpus, in a folder that `pkmlm tokenize` wrote.
 
     Raises:
         UserError: it is missing, or is not the one that made the tokens.
     """
     path = tokenizer_file(Path(folder))
-    return Tokenizer(read_checked(path, (index or read_index(Path(folder))).tokenizer_sha256), str(path))
+    return Tokenizer(read_checked(path, read_index(Path(folder)).tokenizer_sha256), str(path))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pkmlm.analysis.compare import Facts, facts_of
-from pkmlm.data.corpus import read_index
+from pkmlm.data.corpus import Corpus, read_index
 from pkmlm.errors import UserError
 from pkmlm.files import open_file
 from pkmlm.recipe.load import read_tree, recipe_of
@@ -255,10 +255,8 @@ def has_moved_tokens(run: RunDirectory, before: Recipe, now: Recipe) -> bool:
     """Whether two recipes differ only in the folder of the same tokens."""
     if now.data.dir is None or replace(before, data=now.data) != now:
         return False
-    facts, index = run.facts(), read_index(Path(now.data.dir))
-    train = index.splits.get("train")
-    same = (index.tokenizer_sha256, train and train.hashes_sha256)
-    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == same
+    facts, train = run.facts(), Corpus(now.data.dir, "train")
+    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == (train.tokenizer_sha256, train.sha256)
 
 
 def steps_taken(cell: Cell, folder: Path) -> int:
