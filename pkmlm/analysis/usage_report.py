@@ -147,7 +147,7 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
         name = text_name(Path(choice.text).name, sha256, choice.separator, choice.field)
     else:
         name = split = choice.split or "test"
-        corpus = Corpus(choice.tokens_folder(run.path, run.recipe()), split)
+        corpus = Corpus(choice.token_folders(run.path, run.recipe()), split)
         source |= {"sha256": corpus.sha256, "corpus": corpus.hashes}  # a run refuses tokens with other hashes
         if choice.data is not None and first:
             name = split_name(run.path / USAGE, split, source["sha256"])

@@ -124,6 +124,9 @@ def command(
     With a percentage, --valid and --test hold out documents of TRAIN, chosen by a hash of their text: the choice does
     not depend on other documents, and copies of a document stay together.
 
+    Several machines can share the work: each tokenizes some of the files into a DIR of its own, all with one
+    --tokenizer, and a recipe lists the folders: data: {dir: [data/1, data/2]}.
+
     \b
     Examples:
       pkmlm tokenize book.txt -o data/book

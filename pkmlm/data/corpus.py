@@ -1,7 +1,7 @@
-"""A folder of tokens: its index, and its files, which are mapped into memory and checked when they are first read.
+"""Folders of tokens: their indexes, and their files, which are mapped into memory and checked when they are first read.
 
-`index.json` is written last and checked first; it holds the sha256 of every other file. Beside it are the tokenizer
-(`tokenizer.model` or `tokenizer.json`) and, for each split,
+In each folder, `index.json` is written last and checked first; it holds the sha256 of every other file. Beside it are
+the tokenizer (`tokenizer.model` or `tokenizer.json`) and, for each split,
   SPLIT-00000.bin ...  token ids, little-endian, each document followed by `eos`;
   SPLIT.documents      little-endian int64: where each document begins, then the number of tokens.
 """
@@ -9,7 +9,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,8 @@ from pkmlm.files import open_file, read_bytes, sha256_of, size_of, write_json
 
 FILE = "index.json"
 OWN_FILES = re.compile(r"index\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents)")
+
+Folders = str | Path | Sequence[str | Path]  # one folder that `pkmlm tokenize -o` wrote, or several with one tokenizer
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0)]
@@ -80,13 +83,20 @@ class Index:
     format: Literal["pkmlm-tokens-2"] = "pkmlm-tokens-2"
     sha256: str = ""
 
+    def shards(self, split: str) -> tuple[Shard, ...]:
+        """The shards of a split; none, if there is no such split."""
+        return self.splits[split].shards if split in self.splits else ()
+
     def sealed(self) -> "Index":
         """The same index with its sha256."""
         values = json.dumps(asdict(replace(self, sha256="")), sort_keys=True)
         return replace(self, sha256=hashlib.sha256(values.encode()).hexdigest())
 
-    def write(self, folder: Path) -> None:
-        write_json(folder / FILE, asdict(self))
+    def write(self, folder: Path) -> "Index":
+        """Write `index.json`; return it as written."""
+        index = self.sealed()
+        write_json(folder / FILE, asdict(index))
+        return index
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -116,6 +126,24 @@ def read_index(folder: Path) -> Index:
     return index
 
 
+def read_indexes(folders: Folders) -> list[tuple[Path, Index]]:
+    """The folders of a corpus and their indexes, in order.
+
+    Raises:
+        UserError: as `read_index`; or two folders have different tokenizers.
+    """
+    paths = [folders] if isinstance(folders, str | Path) else folders
+    first, *others = found = [(Path(path), read_index(Path(path))) for path in paths]
+    for folder, index in others:
+        if index.tokenizer_sha256 != first[1].tokenizer_sha256:
+            raise UserError(
+                f"{folder} has another tokenizer ({index.tokenizer_sha256[:12]}) than {first[0]} "
+                f"({first[1].tokenizer_sha256[:12]})",
+                f"tokenize the text of {folder} again with --tokenizer {tokenizer_file(first[0])}",
+            )
+    return found
+
+
 def damaged(path: Path, what: str) -> UserError:
     """The error for a file that differs from what `pkmlm tokenize` wrote."""
     return UserError(f"{path} is damaged: {what}", "tokenize the text again, or copy the folder again")
@@ -133,6 +161,7 @@ class Corpus:
     """One split of a tokenized corpus: a stream of `tokens` ids in which `eos` follows each of the `documents`.
 
     Attributes:
+        folders: where it is, in the order in which they are read; name: what errors call them.
         tokens, documents: their numbers; `tokens` includes each `eos`.
         words, bytes: of the text: words as lm-eval counts them, bytes in UTF-8.
         eos, vocab_size, tokenizer_sha256: of the tokenizer.
@@ -142,46 +171,55 @@ class Corpus:
             all that training depends on.
     """
 
-    def __init__(self, folder: str | Path, split: str):
+    def __init__(self, folders: Folders, split: str):
         """Open a split: check the sizes of its files, but do not read tokens yet.
 
         Args:
-            folder: a folder that `pkmlm tokenize -o` wrote.
+            folders: a folder that `pkmlm tokenize -o` wrote; or several with one tokenizer, whose tokens follow each
+                other in this order. Not all of them need to have the split.
             split: "train", "valid" or "test".
 
         Raises:
             UserError: there is no such corpus or split, or a file is missing, of another size, or damaged.
         """
-        folder = Path(folder)
-        index = read_index(folder)
-        if split not in index.splits:
+        indexes = read_indexes(folders)
+        self.folders = tuple(folder for folder, _ in indexes)
+        self.name = ", ".join(map(str, self.folders))
+        self.split = split
+        self.splits = tuple(dict.fromkeys(name for _, index in indexes for name in index.splits))
+        if split not in self.splits:
             raise UserError(
-                f"{folder} has no split {split!r} (found {', '.join(index.splits)})",
-                f"give --split {list(index.splits)[-1]} or --text FILE"
+                f"{self.name} has no split {split!r} (found {', '.join(self.splits)})",
+                f"give --split {self.splits[-1]} or --text FILE"
                 + (f", or tokenize again with --{split} FILE" if split in ("valid", "test") else ""),
             )
-        about = index.splits[split]
-        hashes = {name: content_sha256(each.shards) for name, each in index.splits.items()}
-        self.folder = folder
-        self.split = split
-        self.splits = tuple(index.splits)
-        self.sha256 = hashes[split]
-        self.tokens = about.tokens
-        self.documents = about.documents
-        self.words = about.words
-        self.bytes = about.bytes
-        self.eos = index.eos
-        self.vocab_size = index.vocab_size
-        self.tokenizer_sha256 = index.tokenizer_sha256
-        self.hashes = {"tokenizer": index.tokenizer_sha256} | {
-            name: each for name, each in hashes.items() if name != "test"
+        first = indexes[0][1]
+        self.eos, self.vocab_size, self.tokenizer_sha256 = first.eos, first.vocab_size, first.tokenizer_sha256
+        hashes = {
+            name: content_sha256(shard for _, index in indexes for shard in index.shards(name)) for name in self.splits
         }
-        ids = np.dtype(index.dtype).newbyteorder("<")
-        self._shards = [MappedFile(folder / shard.name, ids, shard.tokens, shard.sha256) for shard in about.shards]
-        self._starts = np.cumsum([0, *(shard.tokens for shard in about.shards[:-1])])
-        self._documents = MappedFile(
-            folder / f"{split}.documents", np.dtype("<i8"), about.documents + 1, about.documents_sha256
-        )
+        self.sha256 = hashes[split]
+        self.hashes = {"tokenizer": self.tokenizer_sha256} | {
+            name: sha256 for name, sha256 in hashes.items() if name != "test"
+        }
+        self.tokens = self.documents = self.words = self.bytes = 0
+        self._shards: list[MappedFile] = []
+        self._starts: list[int] = []  # the first token of each shard
+        self._documents: list[tuple[MappedFile, int, int]] = []  # of a folder, with its first document and first token
+        ids, places = np.dtype(first.dtype).newbyteorder("<"), np.dtype("<i8")
+        for folder, index in indexes:
+            if split not in index.splits:
+                continue
+            about = index.splits[split]
+            starts = MappedFile(folder / f"{split}.documents", places, about.documents + 1, about.documents_sha256)
+            self._documents.append((starts, self.documents, self.tokens))
+            for shard in about.shards:
+                self._shards.append(MappedFile(folder / shard.name, ids, shard.tokens, shard.sha256))
+                self._starts.append(self.tokens)
+                self.tokens += shard.tokens
+            self.documents += about.documents
+            self.words += about.words
+            self.bytes += about.bytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids from `start` up to `stop`: int64, (stop - start,); the caller may change the array.
@@ -193,10 +231,10 @@ class Corpus:
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start}..{stop} of {self.tokens}")
         ids = np.empty(stop - start, np.int64)
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        shard = bisect_right(self._starts, start) - 1
         filled = 0
         while filled < len(ids):
-            offset = start + filled - int(self._starts[shard])
+            offset = start + filled - self._starts[shard]
             part = self._shards[shard].read(offset, offset + len(ids) - filled)
             ids[filled : filled + len(part)] = part
             filled += len(part)
@@ -212,7 +250,12 @@ class Corpus:
         """
         if not 0 <= first < stop <= self.documents:
             raise IndexError(f"documents {first}..{stop} of {self.documents}")
-        return self._documents.read(first, stop + 1)
+        places: list[np.ndarray] = []
+        for starts, document, token in self._documents:
+            begin, end = max(first - document, 0), min(stop - document, starts.size - 1)
+            if begin < end:
+                places.append(starts.read(begin, end + 1) + token)
+        return np.concatenate([*(each[:-1] for each in places), places[-1][-1:]])
 
     def document(self, i: int) -> np.ndarray:
         """The ids of document `i` (from 0), without its `eos`: int64, (n,); raises as `boundaries` and `read` do."""
@@ -220,13 +263,14 @@ class Corpus:
         return self.read(start, stop - 1)
 
     def verify(self) -> None:
-        """Check every byte of the split and of the tokenizer.
+        """Check every byte of the split and of its tokenizer.
 
         Raises:
             UserError: a file is damaged; the message names it.
         """
-        read_checked(tokenizer_file(self.folder), self.tokenizer_sha256)
-        for file in [*self._shards, self._documents]:
+        for folder in self.folders:
+            read_checked(tokenizer_file(folder), self.tokenizer_sha256)
+        for file in [*self._shards, *(starts for starts, _, _ in self._documents)]:
             file.check()
 
 
@@ -242,6 +286,7 @@ class MappedFile:
             what = "the file is missing" if found is None else f"it has {found:,} bytes"
             raise damaged(path, f"{what} (expected {expected:,} bytes)")
         self.path = path
+        self.size = size
         self.sha256 = sha256
         self.checked = False
         with read_errors(path), open_file(path) as file:
@@ -273,11 +318,12 @@ def read_checked(path: Path, sha256: str) -> bytes:
     return content
 
 
-def open_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a corpus, in a folder that `pkmlm tokenize` wrote.
+def open_tokenizer(folders: Folders) -> Tokenizer:
+    """The tokenizer of a corpus in one or several folders.
 
     Raises:
         UserError: it is missing, or is not the one that made the tokens.
     """
-    path = tokenizer_file(Path(folder))
-    return Tokenizer(read_checked(path, read_index(Path(folder)).tokenizer_sha256), str(path))
+    folder, index = read_indexes(folders)[0]
+    path = tokenizer_file(folder)
+    return Tokenizer(read_checked(path, index.tokenizer_sha256), str(path))

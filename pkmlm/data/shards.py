@@ -159,8 +159,7 @@ def write_corpus(
     with writing_folder(folder, replace=replace) as place:
         index = write_splits(place, streams, encoding.tokenizer, encoding.separator, encoding.held_out)
         refuse_empty_splits(index)
-        index.write(place)
-    return index
+        return index.write(place)
 
 
 def hash_range(split: str, held_out: Mapping[str, float]) -> tuple[float, float]:
@@ -281,7 +280,7 @@ def write_splits(
     splits = {name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()}
     dtype = dtype_for(tokenizer.size)
     eos, sha256 = tokenizer.eos, tokenizer.sha256
-    return Index(dtype, tokenizer.size, eos, sha256, separator, splits, dict(held_out)).sealed()
+    return Index(dtype, tokenizer.size, eos, sha256, separator, splits, dict(held_out))
 
 
 def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int) -> Split:

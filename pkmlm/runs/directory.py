@@ -108,11 +108,12 @@ class RunDirectory:
             message = f"run {self.path}: its recipe.yaml is missing or damaged: {error.message}"
             hint = f"`pkmlm recipe show RECIPE -s ... > {self.recipe_file}` writes it again, if you know what it was"
             raise UserError(message, hint, exit_code=1) from None
-        if recipe.data.dir is not None and not os.path.isabs(recipe.data.dir) and not os.path.exists(recipe.data.dir):
+        if any(not os.path.isabs(folder) and not os.path.exists(folder) for folder in recipe.data.folders):
             with suppress(UserError):  # run.json is damaged, which is reported where it is needed
-                folder = self.facts().get("data_dir")
-                if folder is not None and os.path.exists(folder):
-                    return replace(recipe, data=replace(recipe.data, dir=folder))
+                found = self.facts().get("data_dir")
+                data = replace(recipe.data, dir=tuple(found) if isinstance(found, list) else found)
+                if data.folders and all(map(os.path.exists, data.folders)):
+                    return replace(recipe, data=data)
         return recipe
 
     def refuse_foreign(self) -> None:

@@ -80,7 +80,7 @@ class RunFacts(TypedDict):
     parameters: NotRequired[dict[str, Number] | None]
     tokenizer_sha256: NotRequired[MaybeText]
     data_sha256: NotRequired[MaybeText]
-    data_dir: NotRequired[MaybeText]
+    data_dir: NotRequired[MaybeText | Annotated[list[str], Field(min_length=1)]]
     recipe_sha256: NotRequired[MaybeText]
     log: NotRequired[ManifestEntry | None]  # metrics.jsonl as it was when run.json was signed
     versions: NotRequired[dict[str, str] | None]

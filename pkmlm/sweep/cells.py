@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pkmlm.analysis.compare import Facts, facts_of
-from pkmlm.data.corpus import Corpus, read_index
+from pkmlm.data.corpus import Corpus
 from pkmlm.errors import UserError
 from pkmlm.files import open_file
 from pkmlm.recipe.load import read_tree, recipe_of
@@ -112,13 +112,13 @@ class Cells:
                 needed.setdefault("valid", why)
             elif MEASURES[name].source in ("eval", "usage", "speed"):
                 needed.setdefault("test", why)
-        for folder in {cell.recipe.data.dir for cell in self.first.values()}:
-            if folder is None:
+        for folders in {cell.recipe.data.folders for cell in self.first.values()}:
+            if not folders:
                 raise UserError("data.dir is not set", "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote")
-            splits = read_index(Path(folder)).splits
+            corpus = Corpus(folders, "train")
             for split, why in needed.items():
-                if split not in splits:
-                    raise UserError(f"{folder} has no {split} split, {why}", f"tokenize it with --{split} FILE")
+                if split not in corpus.splits:
+                    raise UserError(f"{corpus.name} has no {split} split, {why}", f"tokenize it with --{split} FILE")
 
     def warnings(self) -> list[str]:
         """The warnings of all cells' recipes, a line each, with the cells that they concern."""

@@ -61,7 +61,7 @@ def refuse_other_origin(run: RunDirectory, job: Job) -> None:
     progress = read_progress(run.checkpoint(run.steps()[-1]))
     run.check_origin(progress.step, progress.run, progress.recipe)
     before = progress.data
-    folder, hashes = job.recipe.data.dir, hashes_of(job)
+    folder, hashes = job.corpus.name, hashes_of(job)
     for name, what, where in (
         ("tokenizer", "trained with another tokenizer than that of", folder),
         ("train", "trained on other tokens than those in", folder),

@@ -237,8 +237,8 @@ def test_tokens_that_the_disk_has_changed_are_noticed_before_tokenizing_ends(tmp
     (tmp_path / "a.txt").write_text("abc defgh")
 
     def write(index, folder):
-        whole(index, folder)
         (folder / "train-00000.bin").write_bytes(bytes((folder / "train-00000.bin").stat().st_size))
+        return whole(index, folder)
 
     whole = Index.write
     monkeypatch.setattr(Index, "write", write)

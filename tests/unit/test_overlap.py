@@ -76,7 +76,7 @@ def written(folder, splits):
         stream = TokenStream([ids.astype("<u2").ravel()], Tally(documents=len(ids)), [])
         about[split] = write_tokens(folder, split, stream, 1)
     (folder / "tokenizer.model").touch()
-    Index("uint16", 290, 1, hashlib.sha256().hexdigest(), None, about, {}).sealed().write(folder)
+    Index("uint16", 290, 1, hashlib.sha256().hexdigest(), None, about, {}).write(folder)
     return opened(folder, splits)
 
 
