@@ -157,7 +157,7 @@ def write_corpus(
         arrays = encode_batches(reader, encoding.tokenizer, encoding.jobs)
         streams[split] = TokenStream(arrays, reader.tally, [] if split in encoding.held_out else reader.origins)
     with writing_folder(folder, replace=replace) as place:
-        index = write_splits(place, streams, encoding.tokenizer, encoding.separator, encoding.held_out)
+        index = write_splits(place, streams, encoding)
         refuse_empty_splits(index)
         return index.write(place)
 
@@ -267,20 +267,20 @@ class TokenStream(NamedTuple):
     origins: Sequence[Origin]
 
 
-def write_splits(
-    place: Path,
-    streams: Mapping[str, TokenStream],
-    tokenizer: Tokenizer,
-    separator: str | None,
-    held_out: Mapping[str, float],
-) -> Index:
+def write_splits(place: Path, streams: Mapping[str, TokenStream], encoding: Encoding) -> Index:
     """Write the files of a corpus except its index, which is returned; splits may be empty."""
+    tokenizer = encoding.tokenizer
     with writing(place / tokenizer.file) as file:
         file.write(tokenizer.model_bytes)
-    splits = {name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()}
-    dtype = dtype_for(tokenizer.size)
-    eos, sha256 = tokenizer.eos, tokenizer.sha256
-    return Index(dtype, tokenizer.size, eos, sha256, separator, splits, dict(held_out))
+    return Index(
+        dtype=dtype_for(tokenizer.size),
+        vocab_size=tokenizer.size,
+        eos=tokenizer.eos,
+        tokenizer_sha256=tokenizer.sha256,
+        separator=encoding.separator,
+        splits={name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()},
+        held_out=dict(encoding.held_out),
+    )
 
 
 def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int) -> Split:
