@@ -22,6 +22,7 @@ from pkmlm.analysis.slots import LogitLens, SlotDetails, find_memory, most_read
 from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.data.tokenizer_file import tokenizer_file
 from pkmlm.distributed import current_world
 from pkmlm.errors import UserError
 from pkmlm.evaluate.attached import Hosted
@@ -39,7 +40,6 @@ from pkmlm.model.attached import (
     vocabulary_of,
 )
 from pkmlm.model.memory.values import Values, tables_of
-from pkmlm.runs.directory import tokenizer_file
 from pkmlm.train.parallel import all_gather_row_gradients, even_row_gradients
 from pkmlm.train.row_adam import adam_rows, check_settings, update_rows
 

@@ -75,7 +75,7 @@ def vocab_size_of(recipe: Recipe) -> int:
     """
     if recipe.model.vocab_size is not None:
         return recipe.model.vocab_size
-    folder = Path(recipe.data.dir) if recipe.data.dir else None
+    folder = Path(recipe.data.folders[0]) if recipe.data.folders else None
     if folder and (folder / FILE).exists():
         return read_index(folder).vocab_size
     where = f"and there are no tokens in data.dir {folder}" if folder else "and neither is data.dir"

@@ -561,7 +561,7 @@ def train_split(run: LoadedRun, choice: TextChoice) -> tuple[Corpus, list[str]]:
         UserError: they cannot be read.
     """
     try:
-        corpus = open_split(choice.tokens_folder(run.path, run.recipe), "train", run.tokenizer)
+        corpus = open_split(choice.token_folders(run.path, run.recipe), "train", run.tokenizer)
     except UserError as error:
         hint = "give the folder of the run's tokens with --data DIR"
         raise UserError(f"means are taken over the train split: {error.message}", hint, error.exit_code) from None

@@ -14,11 +14,12 @@ from pkmlm.analysis.usage import MemoryUsage, with_pool
 from pkmlm.console import token_progress, warn
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.sources import expand_glob, find_source
+from pkmlm.data.tokenizer_file import tokenizer_file
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
 from pkmlm.files import MANIFEST, entry_of, json_text, sha256_of
-from pkmlm.runs.directory import RunDirectory, tokenizer_file
+from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest, read_checkpoint_manifest
 from pkmlm.runs.results import read_usage, usage_stem, write_arrays, write_usage
 
@@ -132,7 +133,7 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
         name = f"text-{Path(choice.text).name}"
     else:
         name = choice.split or "test"
-        corpus = Corpus(choice.tokens_folder(run.path, run.recipe_of(number)), name)
+        corpus = Corpus(choice.token_folders(run.path, run.recipe_of(number)), name)
         source = {"sha256": corpus.sha256, "corpus": corpus.hashes}  # a run refuses tokens with other hashes
     stem = usage_stem(run.path, name, number)
     kept = (

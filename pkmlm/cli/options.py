@@ -171,7 +171,12 @@ def text_options(command: Callable[..., Any], reads_train: bool = False) -> Call
 
     for option in (
         click.option(
-            "--data", type=PATH, metavar="DIR", help="Where the run's tokens are now. Default: its recipe's data.dir."
+            "--data",
+            type=PATH,
+            multiple=True,
+            callback=lambda context, parameter, value: value or None,
+            metavar="DIR",
+            help="Where the run's tokens are now; once for each folder. Default: its recipe's data.dir.",
         ),
         field_option,
         separator_option,

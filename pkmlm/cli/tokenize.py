@@ -13,12 +13,10 @@ from pkmlm.cli.options import PATH, field_option, given, json_option, quiet_opti
 from pkmlm.cli.outputs import free_tokens
 from pkmlm.console import Column, Table, number, stage_progress, warn
 from pkmlm.environment import usable_cores
-from pkmlm.errors import printable
 
 if TYPE_CHECKING:
     from pkmlm.data.corpus import Index
 
-KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "verbose", "as_json"}
 TAKE_ALL = ("--valid", "--test")
 PERCENTAGE = re.compile(r"(\d+\.?\d*|\.\d+)\s*(%?)", re.ASCII)
 
@@ -41,16 +39,6 @@ class TokenizeCommand(click.Command):
             option, files = (name if name in TAKE_ALL else ""), int(bool(value))
             spread += [] if option and not value else [word]
         return super().parse_args(ctx, spread[:-1])
-
-
-def parse_part(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    """The numbers (I, N) of --shard I/N."""
-    if value is None:
-        return None
-    numbers = re.fullmatch(r"0*(\d{1,5})/0*(\d{1,5})", value, re.ASCII)
-    if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        raise click.BadParameter(f"found {printable(value)!r} (expected I/N with 1 <= I <= N, such as 2/8)")
-    return int(numbers[1]), int(numbers[2])
 
 
 def held_out(context: click.Context) -> dict[str, float]:
@@ -105,8 +93,6 @@ def held_out(context: click.Context) -> dict[str, float]:
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
 @field_option
 @separator_option
-@click.option("--shard", metavar="I/N", callback=parse_part, help="Encode part I of N; needs --tokenizer.")
-@click.option("--join", "joins", is_flag=True, help="Join the folders TRAIN, which must be all N parts.")
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")
 @quiet_option
@@ -124,8 +110,6 @@ def command(
     format: str | None,
     field: str,
     separator: str | None,
-    shard: tuple[int, int] | None,
-    joins: bool,
     jobs: int | None,
     force: bool,
     quiet: bool,
@@ -140,8 +124,8 @@ def command(
     With a percentage, --valid and --test hold out documents of TRAIN, chosen by a hash of their text: the choice does
     not depend on other documents, and copies of a document stay together.
 
-    Several machines can share the work: each encodes a part, and one of them joins the parts. DIR is then the same,
-    byte for byte. Give every machine the same files. A part takes complete files, so TRAIN needs at least N of them.
+    Several machines can share the work: each tokenizes some of the files into a DIR of its own, all with one
+    --tokenizer, and a recipe lists the folders: data: {dir: [data/1, data/2]}.
 
     \b
     Examples:
@@ -152,14 +136,7 @@ def command(
       pkmlm tokenize 'web/*.jsonl.gz' --vocab-size 32000 -o data/web
       zcat news.gz | pkmlm tokenize - --tokenizer my.model -o data/news
       pkmlm tokenize book.txt --tokenizer gpt2/tokenizer.json -o data/book
-
-    \b
-    On three machines (I is 1, 2 or 3), and then on one:
-      pkmlm tokenize 'web/*.jsonl.gz' --tokenizer my.model \\
-          --shard I/3 -o parts/I
-      pkmlm tokenize --join parts/1 parts/2 parts/3 -o data/web
     """
-    from pkmlm.data.join_parts import join_parts
     from pkmlm.data.shards import tokenize
 
     check_options(context)
@@ -167,50 +144,37 @@ def command(
     files = {"train": train, "valid": valid, "test": test}
     folder = free_tokens(output, force)
     with stage_progress(quiet) as (report, seconds):
-        if joins:
-            parts = [Path(name) for name in train]
-            index = join_parts(folder, parts, replace=force, progress=report, warn=warn)
-        else:
-            index = tokenize(
-                folder,
-                {split: names for split, names in files.items() if split not in percentages},
-                percentages,
-                model=model,
-                vocab_size=vocab_size,
-                model_type=model_type,
-                format=format,
-                separator=separator,
-                field=field,
-                part=shard,
-                jobs=jobs or usable_cores(),
-                replace=force,
-                progress=report,
-                warn=warn,
-            )
-    print_result(output, index, seconds, as_json, shard)
+        index = tokenize(
+            folder,
+            {split: names for split, names in files.items() if split not in percentages},
+            percentages,
+            model=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            format=format,
+            separator=separator,
+            field=field,
+            jobs=jobs or usable_cores(),
+            replace=force,
+            progress=report,
+            warn=warn,
+        )
+    print_result(output, index, seconds, as_json)
 
 
 def check_options(context: click.Context) -> None:
     """Refuse options that exclude each other."""
-    options = {each.name: each.opts[-1] for each in context.command.params if given(context, str(each.name))}
-    if "joins" in options and (strange := [option for name, option in options.items() if name not in KEPT_BY_JOIN]):
-        raise click.UsageError(f"{strange[0]} is for encoding text, and --join reads none.")
-    learns = [options[name] for name in ("vocab_size", "model_type") if name in options]
-    if "model" in options and learns:
+    learns = [f"--{name}" for name in ("vocab-size", "model-type") if given(context, name.replace("-", "_"))]
+    if given(context, "model") and learns:
         raise click.UsageError(f"{learns[0]} is for learning a tokenizer, and --tokenizer gives one.")
-    if "shard" in options and "model" not in options:
-        raise click.UsageError("--shard needs --tokenizer FILE: all parts must be encoded with the same one.")
 
 
-def print_result(
-    output: str, index: "Index", seconds: Mapping[str, float], as_json: bool, part: tuple[int, int] | None
-) -> None:
+def print_result(output: str, index: "Index", seconds: Mapping[str, float], as_json: bool) -> None:
     """Print what was written, split by split, as JSON or as a table.
 
     Args:
         output, index: the folder, and the index that was written.
         seconds: the time that each split took, and `LEARNING`, if a tokenizer was learnt.
-        part: which part was written, of how many; None: everything.
     """
     from pkmlm.data.shards import LEARNING
 
@@ -232,14 +196,11 @@ def print_result(
             "learning_seconds": seconds.get(LEARNING),
             "splits": splits,
         }
-        if part:
-            result |= {"part": part[0], "parts": part[1]}
         click.echo(json.dumps(result, indent=2))
         return
-    which = f"part {part[0]} of {part[1]}, " if part else ""
     learnt = f", learnt in {seconds[LEARNING]:.1f} s" if LEARNING in seconds else ""
     columns = [Column("split"), *map(number, counts)]
     columns += [number("B/token", "{:.2f}"), number("s", "{:.1f}"), number("MB/s", "{:.1f}")]
     rows = [[name, *facts.values()] for name, facts in splits.items()]
-    title = f"{output}: {which}vocabulary of {index.vocab_size:,}{learnt}"
+    title = f"{output}: vocabulary of {index.vocab_size:,}{learnt}"
     click.echo(Table(title, columns, rows).render(), nl=False)

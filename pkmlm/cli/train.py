@@ -27,7 +27,7 @@ from pkmlm.errors import UserError
 @click.option(
     "--verify",
     is_flag=True,
-    help="Check every byte of the tokens at the start, instead of each block when it is first read.",
+    help="Check every byte of the tokens at the start, instead of each file when it is first read.",
 )
 @click.option("--nproc", type=click.IntRange(1, 1024), metavar="N", help="Train in N processes on this machine.")
 @quiet_option

@@ -13,9 +13,9 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from pkmlm.data.text import AFTER_WORDS
+from pkmlm.data.tokenizer_file import BYTE_LEVEL_FILE
 from pkmlm.errors import UserError
 from pkmlm.files import check_json
-from pkmlm.runs.directory import BYTE_LEVEL_FILE
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what tokenizers call the end of a text
 HINT = "use a byte-level BPE such as GPT-2's, or leave out --tokenizer to learn one"

@@ -1,49 +1,45 @@
-"""A folder of tokens: its index, and its files, which are mapped into memory and checked block by block.
+"""Folders of tokens: their indexes, and their files, which are mapped into memory and checked when they are first read.
 
-`index.json` (`part.json` for a part of a corpus) is written last and checked first. Beside it are the tokenizer
-(`tokenizer.model` or `tokenizer.json`) and, for each split,
+In each folder, `index.json` is written last and checked first; it holds the sha256 of every other file. Beside it are
+the tokenizer (`tokenizer.model` or `tokenizer.json`) and, for each split,
   SPLIT-00000.bin ...  token ids, little-endian, each document followed by `eos`;
-  SPLIT.documents      little-endian int64: where each document begins, then the number of tokens;
-  SPLIT.hashes         sha256 digests (32 bytes) of every 256 KiB of the shards, then of SPLIT.documents.
+  SPLIT.documents      little-endian int64: where each document begins, then the number of tokens.
 """
 
 import hashlib
-import io
 import json
 import re
-from dataclasses import asdict
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.data.tokenizer_file import tokenizer_file
 from pkmlm.errors import UserError, read_errors
-from pkmlm.files import json_text, open_file, read_bytes, read_json, size_of, write_json
-from pkmlm.runs.directory import tokenizer_file
+from pkmlm.files import open_file, read_bytes, sha256_of, size_of, write_json
 
-FORMAT = "pkmlm-tokens-1"
-PART_FORMAT = "pkmlm-tokens-part-2"
 FILE = "index.json"
-PART = "part.json"  # replaces index.json in a folder that holds one part of a corpus
-HASHED = 256 << 10  # bytes that one digest covers
-DIGEST = 32  # bytes of a sha256
-OWN_FILES = re.compile(
-    r"(index|part)\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)"
-)
+OWN_FILES = re.compile(r"index\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents)")
+
+Folders = str | Path | Sequence[str | Path]  # one folder that `pkmlm tokenize -o` wrote, or several with one tokenizer
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0)]
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, config=STRICT)
 class Shard:
+    """A file of tokens."""
+
     name: str
     tokens: Count
-    bytes: Count
+    sha256: str
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -65,15 +61,16 @@ class Split:
     words: Count
     bytes: Count
     shards: tuple[Shard, ...]
-    hashes_sha256: str
+    documents_sha256: str
     sources: tuple[Origin, ...]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Index:
-    """The content of `index.json`, except for its format and its own sha256.
+    """The content of `index.json`.
 
-    `held_out` is the percentage of the documents of train's sources that each split without its own sources was given.
+    `held_out` is the percentage of the documents of train's sources that each split without its own sources was given;
+    `sha256` is that of all other values, see `sealed`.
     """
 
     dtype: Literal["uint16", "uint32"]
@@ -82,60 +79,24 @@ class Index:
     tokenizer_sha256: str
     separator: str | None
     splits: dict[str, Split]
-    held_out: dict[str, float] = Field(default_factory=dict)
+    held_out: dict[str, float]
+    format: Literal["pkmlm-tokens-2"] = "pkmlm-tokens-2"
+    sha256: str = ""
 
-    @property
-    def sha256(self) -> str:
-        """The sha256 of this index and, through the hashes in it, of every token: the identity of the corpus."""
-        return sha256_of_record(self)
+    def shards(self, split: str) -> tuple[Shard, ...]:
+        """The shards of a split; none, if there is no such split."""
+        return self.splits[split].shards if split in self.splits else ()
 
-    def write(self, folder: Path) -> None:
-        write_json(folder / FILE, stamped(self, FORMAT))
+    def sealed(self) -> "Index":
+        """The same index with its sha256."""
+        values = json.dumps(asdict(replace(self, sha256="")), sort_keys=True)
+        return replace(self, sha256=hashlib.sha256(values.encode()).hexdigest())
 
-
-@dataclass(frozen=True, config=STRICT)
-class PartFile:
-    """A file of the whole corpus, and the part, counted from 1, that encodes it."""
-
-    name: str
-    bytes: Count
-    part: Count
-
-
-@dataclass(frozen=True, config=STRICT)
-class Part:
-    """The content of `part.json`, which replaces `index.json` in a folder with one part of a corpus.
-
-    Attributes:
-        part, parts: its number, from 1, and the number of parts.
-        field: the key or column that was read.
-        files: all files of each split of the corpus, in order; the same in all parts.
-        index: the index of this part's tokens; its sources are the files that this part encodes.
-    """
-
-    part: Count
-    parts: Count
-    field: str
-    files: dict[str, tuple[PartFile, ...]]
-    index: Index
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """What all parts of a corpus have in common, by the names that errors use."""
-        common = {
-            "number of parts": self.parts,
-            "tokenizer": self.index.tokenizer_sha256[:16],
-            "--separator": repr(self.index.separator),
-            "--field": repr(self.field),
-        }
-        common |= {f"--{split}": f"{percent:g}%" for split, percent in self.index.held_out.items()}
-        for split, files in self.files.items():
-            for number, file in enumerate(files, 1):
-                common[f"file {number} of {split}"] = f"{file.name} of {file.bytes:,} bytes"
-        return common
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / PART, stamped(self, PART_FORMAT))
+    def write(self, folder: Path) -> "Index":
+        """Write `index.json`; return it as written."""
+        index = self.sealed()
+        write_json(folder / FILE, asdict(index))
+        return index
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -147,78 +108,50 @@ def read_index(folder: Path) -> Index:
     """Read and check the index of a folder that `pkmlm tokenize` wrote.
 
     Raises:
-        UserError: the index is missing, damaged or of another format, or the folder has a file of tokens that the index
-            does not list.
+        UserError: the index is missing, damaged or of another format.
     """
     path = folder / FILE
     if not path.exists():
-        if (folder / PART).exists():
-            raise UserError(
-                f"{folder} is one part of a corpus (expected all of it)", "join its parts: pkmlm tokenize --join"
-            )
         raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
-    index = read_stamped(path, Index, FORMAT)
-    listed = {FILE, tokenizer_file(folder).name}
-    for name, split in index.splits.items():
-        listed |= {f"{name}.documents", f"{name}.hashes", *(shard.name for shard in split.shards)}
-    own = {entry.name for entry in folder.iterdir() if OWN_FILES.fullmatch(entry.name)}
-    if unlisted := sorted(own - listed):
-        raise damaged(folder / unlisted[0], f"{FILE} does not list it")
-    return index
-
-
-def read_part(folder: Path) -> Part:
-    """Read and check the `part.json` of a folder.
-
-    Raises:
-        UserError: the folder holds no part, or its `part.json` is damaged or of another format.
-    """
-    path = folder / PART
-    if not path.exists():
-        raise UserError(f"{folder} holds no part of a corpus (expected {PART})", "make it: pkmlm tokenize --shard I/N")
-    return read_stamped(path, Part, PART_FORMAT)
-
-
-def values_of(record: Any) -> dict[str, Any]:
-    """The values of a dataclass, without an empty `held_out`: older indexes were written without it."""
-    return asdict(record, dict_factory=lambda pairs: {key: each for key, each in pairs if key != "held_out" or each})
-
-
-def sha256_of_record(record: Any) -> str:
-    """The sha256 of the values of a dataclass."""
-    return hashlib.sha256(json.dumps(values_of(record), sort_keys=True).encode()).hexdigest()
-
-
-def stamped(record: Any, form: str) -> dict[str, Any]:
-    """A dataclass as JSON, preceded by the name of its format and the sha256 of the rest."""
-    return {"format": form, "sha256": sha256_of_record(record), **values_of(record)}
-
-
-def read_stamped(path: Path, kind: type[Record], form: str) -> Record:
-    """Read a dataclass from the JSON that `stamped` made of it.
-
-    Raises:
-        UserError: the file is missing, damaged, or of another format.
-    """
-    content = read_json(path, "the token index")
-    if not isinstance(content, dict) or content.get("format") != form:
-        found = content.get("format") if isinstance(content, dict) else content
-        raise UserError(f"{path}: found format {str(found)[:40]!r} (expected {form!r})", "tokenize the text again")
-    values = {key: value for key, value in content.items() if key not in ("format", "sha256")}
+    with read_errors(path):
+        content = read_bytes(path)
     try:
-        record = TypeAdapter(kind).validate_json(json.dumps(values))
+        index = TypeAdapter(Index).validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "content"
         raise damaged(path, f"{where}: {first['msg']} (found {str(first['input'])[:40]!r})") from None
-    if read_bytes(path) != json_text(stamped(record, form)).encode():
+    if index != index.sealed():
         raise damaged(path, "it differs from what was written")
-    return record
+    return index
+
+
+def read_indexes(folders: Folders) -> list[tuple[Path, Index]]:
+    """The folders of a corpus and their indexes, in order.
+
+    Raises:
+        UserError: as `read_index`; or two folders have different tokenizers.
+    """
+    paths = [folders] if isinstance(folders, str | Path) else folders
+    first, *others = found = [(Path(path), read_index(Path(path))) for path in paths]
+    for folder, index in others:
+        if index.tokenizer_sha256 != first[1].tokenizer_sha256:
+            raise UserError(
+                f"{folder} has another tokenizer ({index.tokenizer_sha256[:12]}) than {first[0]} "
+                f"({first[1].tokenizer_sha256[:12]})",
+                f"tokenize the text of {folder} again with --tokenizer {tokenizer_file(first[0])}",
+            )
+    return found
 
 
 def damaged(path: Path, what: str) -> UserError:
     """The error for a file that differs from what `pkmlm tokenize` wrote."""
     return UserError(f"{path} is damaged: {what}", "tokenize the text again, or copy the folder again")
+
+
+def content_sha256(shards: Iterable[Shard]) -> str:
+    """What identifies tokens, in these shards: their documents follow from the tokens."""
+    return hashlib.sha256(" ".join(shard.sha256 for shard in shards).encode()).hexdigest()
 
 
 # Reading.
@@ -228,66 +161,81 @@ class Corpus:
     """One split of a tokenized corpus: a stream of `tokens` ids in which `eos` follows each of the `documents`.
 
     Attributes:
+        folders: where it is, in the order in which they are read; name: what errors call them.
         tokens, documents: their numbers; `tokens` includes each `eos`.
         words, bytes: of the text: words as lm-eval counts them, bytes in UTF-8.
         eos, vocab_size, tokenizer_sha256: of the tokenizer.
         splits: the names of all splits of the corpus.
-        sha256: of this split's tokens and of where its documents begin: its identity, whatever its sources are called.
+        sha256: of this split's tokens: its identity, whatever its sources are called.
         hashes: the `sha256` of the splits "train" and "valid" (if there is one), and under "tokenizer" the tokenizer's:
             all that training depends on.
     """
 
-    def __init__(self, folder: str | Path, split: str):
-        """Open a split: check its sizes and its list of hashes, but do not read tokens yet.
+    def __init__(self, folders: Folders, split: str):
+        """Open a split: check the sizes of its files, but do not read tokens yet.
 
         Args:
-            folder: a folder that `pkmlm tokenize -o` wrote.
+            folders: a folder that `pkmlm tokenize -o` wrote; or several with one tokenizer, whose tokens follow each
+                other in this order. Not all of them need to have the split.
             split: "train", "valid" or "test".
 
         Raises:
             UserError: there is no such corpus or split, or a file is missing, of another size, or damaged.
         """
-        folder = Path(folder)
-        index = read_index(folder)
-        if split not in index.splits:
+        indexes = read_indexes(folders)
+        self.folders = tuple(folder for folder, _ in indexes)
+        self.name = ", ".join(map(str, self.folders))
+        self.split = split
+        self.splits = tuple(dict.fromkeys(name for _, index in indexes for name in index.splits))
+        if split not in self.splits:
             raise UserError(
-                f"{folder} has no split {split!r} (found {', '.join(index.splits)})",
-                f"give --split {list(index.splits)[-1]} or --text FILE"
+                f"{self.name} has no split {split!r} (found {', '.join(self.splits)})",
+                f"give --split {self.splits[-1]} or --text FILE"
                 + (f", or tokenize again with --{split} FILE" if split in ("valid", "test") else ""),
             )
-        about = index.splits[split]
-        self.folder = folder
-        self.split = split
-        self.splits = tuple(index.splits)
-        self.sha256 = about.hashes_sha256
-        self.tokens = about.tokens
-        self.documents = about.documents
-        self.words = about.words
-        self.bytes = about.bytes
-        self.eos = index.eos
-        self.vocab_size = index.vocab_size
-        self.tokenizer_sha256 = index.tokenizer_sha256
-        self.hashes = {"tokenizer": index.tokenizer_sha256} | {
-            name: each.hashes_sha256 for name, each in index.splits.items() if name != "test"
+        first = indexes[0][1]
+        self.eos, self.vocab_size, self.tokenizer_sha256 = first.eos, first.vocab_size, first.tokenizer_sha256
+        hashes = {
+            name: content_sha256(shard for _, index in indexes for shard in index.shards(name)) for name in self.splits
         }
-        self._files, self._documents = open_files(folder, split, index)
-        self._starts = np.cumsum([0, *(file.size for file in self._files[:-1])])
+        self.sha256 = hashes[split]
+        self.hashes = {"tokenizer": self.tokenizer_sha256} | {
+            name: sha256 for name, sha256 in hashes.items() if name != "test"
+        }
+        self.tokens = self.documents = self.words = self.bytes = 0
+        self._shards: list[MappedFile] = []
+        self._starts: list[int] = []  # the first token of each shard
+        self._documents: list[tuple[MappedFile, int, int]] = []  # of a folder, with its first document and first token
+        ids, places = np.dtype(first.dtype).newbyteorder("<"), np.dtype("<i8")
+        for folder, index in indexes:
+            if split not in index.splits:
+                continue
+            about = index.splits[split]
+            starts = MappedFile(folder / f"{split}.documents", places, about.documents + 1, about.documents_sha256)
+            self._documents.append((starts, self.documents, self.tokens))
+            for shard in about.shards:
+                self._shards.append(MappedFile(folder / shard.name, ids, shard.tokens, shard.sha256))
+                self._starts.append(self.tokens)
+                self.tokens += shard.tokens
+            self.documents += about.documents
+            self.words += about.words
+            self.bytes += about.bytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids from `start` up to `stop`: int64, (stop - start,); the caller may change the array.
 
         Raises:
             IndexError: they are not all in the corpus.
-            UserError: a block that is read for the first time is damaged.
+            UserError: a shard that is read for the first time is damaged.
         """
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start}..{stop} of {self.tokens}")
         ids = np.empty(stop - start, np.int64)
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        shard = bisect_right(self._starts, start) - 1
         filled = 0
         while filled < len(ids):
-            offset = start + filled - int(self._starts[shard])
-            part = self._files[shard].read(offset, offset + len(ids) - filled)
+            offset = start + filled - self._starts[shard]
+            part = self._shards[shard].read(offset, offset + len(ids) - filled)
             ids[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1
@@ -302,7 +250,12 @@ class Corpus:
         """
         if not 0 <= first < stop <= self.documents:
             raise IndexError(f"documents {first}..{stop} of {self.documents}")
-        return self._documents.read(first, stop + 1)
+        places: list[np.ndarray] = []
+        for starts, document, token in self._documents:
+            begin, end = max(first - document, 0), min(stop - document, starts.size - 1)
+            if begin < end:
+                places.append(starts.read(begin, end + 1) + token)
+        return np.concatenate([*(each[:-1] for each in places), places[-1][-1:]])
 
     def document(self, i: int) -> np.ndarray:
         """The ids of document `i` (from 0), without its `eos`: int64, (n,); raises as `boundaries` and `read` do."""
@@ -310,20 +263,22 @@ class Corpus:
         return self.read(start, stop - 1)
 
     def verify(self) -> None:
-        """Read and check all tokens.
+        """Check every byte of the split and of its tokenizer.
 
         Raises:
             UserError: a file is damaged; the message names it.
         """
-        for file in [*self._files, self._documents]:
-            file.read(0, file.size)
+        for folder in self.folders:
+            read_checked(tokenizer_file(folder), self.tokenizer_sha256)
+        for file in [*self._shards, *(starts for starts, _, _ in self._documents)]:
+            file.check()
 
 
-class CheckedFile:
-    """A file of numbers, mapped into memory; each 256 KiB is checked against its sha256 when first read."""
+class MappedFile:
+    """A file of numbers, mapped into memory, and checked against its sha256 when it is first read."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], size: int, digests: bytes):
-        """Map the file, which must hold exactly `size` numbers; `digests` are those of its blocks."""
+    def __init__(self, path: Path, dtype: np.dtype[Any], size: int, sha256: str):
+        """Map the file, which must hold exactly `size` numbers."""
         expected = size * dtype.itemsize
         with read_errors(path):
             found = size_of(path)
@@ -332,74 +287,43 @@ class CheckedFile:
             raise damaged(path, f"{what} (expected {expected:,} bytes)")
         self.path = path
         self.size = size
-        self.digests = digests
+        self.sha256 = sha256
+        self.checked = False
         with read_errors(path), open_file(path) as file:
             self.numbers = np.memmap(file, dtype, "r", shape=(size,))
-        self.block = HASHED // dtype.itemsize
-        self.unread = bytearray(b"\1") * (len(digests) // DIGEST)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """A view of the numbers from `start` up to `stop`, or up to the end of the file."""
-        stop = min(stop, self.size)
-        first, last = start // self.block, -(-stop // self.block)
-        for block in range(first, last):
-            if self.unread[block]:
-                self._check(block)
+        if not self.checked:
+            self.check()
         return self.numbers[start:stop]
 
-    def _check(self, block: int) -> None:
-        # Read, not mapped: faulting the map in page by page takes seven times as long.
-        with read_errors(self.path), open_file(self.path) as file:
-            file.seek(block * HASHED)
-            data = file.read(HASHED)
-        found, expected = hashlib.sha256(data).digest(), self.digests[block * DIGEST : (block + 1) * DIGEST]
-        if found != expected:
-            raise damaged(
-                self.path,
-                f"the 256 KiB from byte {block * HASHED:,} have sha256 {found.hex()[:16]}... "
-                f"(expected {expected.hex()[:16]}...)",
-            )
-        self.unread[block] = 0
+    def check(self) -> None:
+        """Check the whole file; raise UserError if it is damaged."""
+        check_sha256(self.path, sha256_of(self.path), self.sha256)  # not through the map: page by page is slow
+        self.checked = True
 
 
-def open_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile], CheckedFile]:
-    """The shards of a split, and its list of documents.
-
-    Raises:
-        UserError: a file is missing or of another size, or the list of hashes is damaged.
-    """
-    about = index.splits[split]
-    ids, places = np.dtype(index.dtype).newbyteorder("<"), np.dtype("<i8")
-    files = [(shard.name, ids, shard.tokens) for shard in about.shards]
-    files.append((f"{split}.documents", places, about.documents + 1))
-    hashes = io.BytesIO(read_checked(folder / f"{split}.hashes", about.hashes_sha256))
-    opened = []
-    for name, dtype, size in files:
-        blocks = -(-size * dtype.itemsize // HASHED)
-        opened.append(CheckedFile(folder / name, dtype, size, hashes.read(blocks * DIGEST)))
-    *shards, documents = opened
-    return shards, documents
+def check_sha256(path: Path, found: str, expected: str) -> None:
+    """Refuse a file whose sha256 is not the one in the index."""
+    if found != expected:
+        raise damaged(path, f"its sha256 is {found[:16]}... (expected {expected[:16]}...)")
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
     """Read a file and check it against its sha256 in the index."""
     with read_errors(path):
-        data = read_bytes(path)
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256:
-        raise damaged(path, f"its sha256 is {found[:16]}... (expected {sha256[:16]}...)")
-    return data
+        content = read_bytes(path)
+    check_sha256(path, hashlib.sha256(content).hexdigest(), sha256)
+    return content
 
 
-def open_tokenizer(folder: str | Path, index: Index | None = None) -> Tokenizer:
-    """The tokenizer of a corpus.
-
-    Args:
-        folder: a folder that `pkmlm tokenize` wrote.
-        index: its index; None: read it from the folder.
+def open_tokenizer(folders: Folders) -> Tokenizer:
+    """The tokenizer of a corpus in one or several folders.
 
     Raises:
         UserError: it is missing, or is not the one that made the tokens.
     """
-    path = tokenizer_file(Path(folder))
-    return Tokenizer(read_checked(path, (index or read_index(Path(folder))).tokenizer_sha256), str(path))
+    folder, index = read_indexes(folders)[0]
+    path = tokenizer_file(folder)
+    return Tokenizer(read_checked(path, index.tokenizer_sha256), str(path))

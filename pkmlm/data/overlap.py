@@ -2,13 +2,12 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from pkmlm.data.corpus import Corpus, read_index
+from pkmlm.data.corpus import Corpus
 from pkmlm.data.tokenizer import Tokenizer
 
 LEAST = 16  # tokens: shorter documents ("Yes.", a heading) repeat by nature
@@ -16,10 +15,10 @@ RUN = 1 << 17  # tokens read at a time
 GROUP = 1 << 16  # documents whose places are read at a time
 
 
-def overlap_warnings(folder: Path, tokenizer: Tokenizer) -> list[str]:
+def overlap_warnings(splits: Mapping[str, Corpus], tokenizer: Tokenizer) -> list[str]:
     """A warning for each pair of splits that share documents."""
     warnings = []
-    for earlier, later, shared, documents in overlaps(folder, tokenizer):
+    for earlier, later, shared, documents in overlaps(splits, tokenizer):
         if shared:
             found = f"{shared:,} of {documents:,} document{'s' * (documents != 1)} of {later}"
             are = "is" if shared == 1 else "are"
@@ -36,7 +35,7 @@ class Overlap(NamedTuple):
     documents: int
 
 
-def overlaps(folder: Path, tokenizer: Tokenizer) -> list[Overlap]:
+def overlaps(splits: Mapping[str, Corpus], tokenizer: Tokenizer) -> list[Overlap]:
     """How many documents of valid and test, of LEAST tokens or more, are in train, and how many of test in valid.
 
     Whole documents are compared, by hashes of 128 bits (BLAKE2b) of their tokens, which are equal if and only if the
@@ -48,7 +47,6 @@ def overlaps(folder: Path, tokenizer: Tokenizer) -> list[Overlap]:
     """
     ids = tokenizer.encode("\n")
     newline = ids[0] if len(ids) == 1 else -1
-    splits = {name: Corpus(folder, name) for name in read_index(folder).splits}
     counts: dict[str, Counter[bytes]] = {}
     lengths: set[int] = set()
     for name in ("valid", "test"):

@@ -13,8 +13,8 @@ import numpy as np
 import sentencepiece
 
 from pkmlm.data.text import AT_LINES
+from pkmlm.data.tokenizer_file import SENTENCEPIECE_FILE
 from pkmlm.errors import UserError
-from pkmlm.runs.directory import SENTENCEPIECE_FILE
 
 MARK = "\u2581"  # how SentencePiece writes a space; where the text itself has this character, it is spelt in bytes
 RESERVED = "\u2585"  # SentencePiece learns nothing from a sentence with this character, which progress bars use

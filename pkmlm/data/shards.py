@@ -1,32 +1,22 @@
 """Turn text into the files of a corpus: tokens in shards, in one pass and in bounded memory.
 
-The files depend on the documents and the tokenizer alone: not on threads, block sizes or the machine. Several machines
-can each encode some of the files into a part of a corpus; parts are joined into what one machine would have written.
+The files depend on the documents and the tokenizer alone: not on threads, block sizes or the machine.
 """
 
 import dataclasses
 import hashlib
 import itertools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from pkmlm.data.corpus import (
-    HASHED,
-    Index,
-    Origin,
-    Part,
-    PartFile,
-    Shard,
-    Split,
-    dtype_for,
-)
+from pkmlm.data.corpus import Corpus, Index, Origin, Shard, Split, dtype_for
 from pkmlm.data.overlap import overlap_warnings
 from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, rereadable
 from pkmlm.data.text import AT_LINES, FIELD, Chunk, Cuts, Tally, check_separator_and_field, read_chunks, within
@@ -34,7 +24,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.files import writing, writing_folder
 
-SHARD_BYTES = 1 << 30  # of a full shard; a multiple of HASHED
+SHARD_BYTES = 1 << 30  # of a full shard
 BATCH_CHARACTERS = 1 << 20
 BATCH_CHUNKS = 1 << 13
 LEARNING = "tokenizer"  # the stage of `tokenize` that learns one; the other stages are the splits
@@ -75,7 +65,6 @@ def tokenize(
     format: str | None = None,
     separator: str | None = None,
     field: str = FIELD,
-    part: tuple[int, int] | None = None,
     jobs: int = 1,
     replace: bool = False,
     progress: Progress,
@@ -90,14 +79,13 @@ def tokenize(
         model: the file of a tokenizer; None: learn one, of `vocab_size` ids (None: the default) and `model_type`.
         format: the format of all files; None: by their names.
         separator, field: where the text and its documents are; see `read_chunks`.
-        part: which part to write instead of the whole corpus, and of how many; see `write_corpus`.
         jobs: threads that encode.
         replace: whether to replace an existing folder.
         progress: called with a stage ("tokenizer" or a split), the bytes done and, if known, their total.
         warn: called with each warning about the documents.
 
     Returns:
-        The index of the corpus or of the part.
+        The index of the corpus.
 
     Raises:
         UserError: the files or options contradict each other; or as for `write_corpus` and `Tokenizer.learn`.
@@ -106,8 +94,6 @@ def tokenize(
     every = [source for inputs in sources.values() for source in inputs]
     if sum(source.name == STANDARD_INPUT for source in every) > 1:
         raise UserError("standard input is named for several splits (expected one)")
-    if part and any(source.name == STANDARD_INPUT for source in every):
-        raise UserError("standard input cannot be divided", "with --shard, give files that every machine can read")
     check_separator_and_field(every, separator, field)
     if held_out or not model:
         sources["train"] = [rereadable(source) for source in sources["train"]]
@@ -115,22 +101,24 @@ def tokenize(
     if model:
         tokenizer = Tokenizer.load(model)
     else:
-        own = share("train", held_out)
-        reader = SplitReader(LEARNING, sources["train"], separator, field, progress, share=own, counts=False)
+        own = hash_range("train", held_out)
+        reader = SplitReader(LEARNING, sources["train"], separator, field, progress, own, counts=False)
         texts = (chunk.text for batch in reader.batches() for chunk in batch)
         tokenizer = Tokenizer.learn(texts, vocab_size, model_type)
         reader.report()
     encoding = Encoding(tokenizer, separator, field, held_out, jobs, progress)
-    index = write_corpus(folder, sources, encoding, part, replace=replace)
-    if not part:  # joining looks at the documents of all parts
-        warn_of_documents(folder, index, tokenizer, warn)
+    index = write_corpus(folder, sources, encoding, replace=replace)
+    corpora = {split: Corpus(folder, split) for split in index.splits}
+    for corpus in corpora.values():
+        corpus.verify()
+    for text in overlap_warnings(corpora, tokenizer):
+        warn(text)
+    warn_of_separator(index, warn)
     return index
 
 
-def warn_of_documents(folder: Path, index: Index, tokenizer: Tokenizer, warn: Warn) -> None:
-    """Warn of documents that two splits share, and of a separator that occurs nowhere."""
-    for text in overlap_warnings(folder, tokenizer):
-        warn(text)
+def warn_of_separator(index: Index, warn: Warn) -> None:
+    """Warn of a separator that occurs nowhere."""
     counts = Counter[str]()
     for name, split in index.splits.items():
         counts["train" if name in index.held_out else name] += split.documents + split.empty
@@ -144,74 +132,37 @@ def warn_of_documents(folder: Path, index: Index, tokenizer: Tokenizer, warn: Wa
 
 
 def write_corpus(
-    folder: Path,
-    sources: Mapping[str, Sequence[Source]],
-    encoding: Encoding,
-    part: tuple[int, int] | None = None,
-    *,
-    replace: bool = False,
+    folder: Path, sources: Mapping[str, Sequence[Source]], encoding: Encoding, *, replace: bool = False
 ) -> Index:
-    """Tokenize every split, or one part of every split, into a new folder, which appears once it is complete.
+    """Tokenize every split into a new folder, which appears once it is complete.
 
     Args:
         folder: where to write.
-        sources: the sources of each split ("train", "valid", "test") of the whole corpus, even if only a part is
-            written; for a held-out split, those of "train".
+        sources: the sources of each split ("train", "valid", "test"); for a held-out split, those of "train".
         encoding: how to tokenize.
-        part: the number of the part to write, from 1, and the number of parts; None: the whole corpus.
         replace: whether to replace a folder that is not empty, once the new one is complete.
 
     Returns:
-        The index of the corpus, or of the part, in which splits may be empty.
+        The index of the corpus.
 
     Raises:
         UserError: a source cannot be read, has no text, or has a character that the tokenizer cannot spell; there are
-            fewer training files than parts; the folder already exists; (exit code 1) the disk is full.
+            the folder already exists; (exit code 1) the disk is full.
     """
-    files: dict[str, tuple[PartFile, ...]] = {}
-    own = sources
-    if part:
-        number, parts = part
-        if (count := len(sources["train"])) < parts:
-            raise UserError(
-                f"--shard {number}/{parts}: train has {count} file{'s' * (count != 1)} (expected {parts} or more: a "
-                "part takes whole files)",
-                "split the text into more files, or make fewer parts",
-            )
-        files = {split: assign_parts(inputs, parts) for split, inputs in sources.items()}
-        own = {
-            split: [source for source, file in zip(inputs, files[split], strict=True) if file.part == number]
-            for split, inputs in sources.items()
-        }
     streams = {}
-    for split, inputs in own.items():
-        documents = share(split, encoding.held_out)
+    for split, inputs in sources.items():
+        documents = hash_range(split, encoding.held_out)
         cuts = encoding.tokenizer.cuts
         reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress, documents, cuts)
         arrays = encode_batches(reader, encoding.tokenizer, encoding.jobs)
         streams[split] = TokenStream(arrays, reader.tally, [] if split in encoding.held_out else reader.origins)
     with writing_folder(folder, replace=replace) as place:
-        index = write_splits(place, streams, encoding.tokenizer, encoding.separator, encoding.held_out)
-        if part:
-            Part(*part, encoding.field, files, index).write(place)
-        else:
-            write_index(place, index)
-    return index
+        index = write_splits(place, streams, encoding)
+        refuse_empty_splits(index)
+        return index.write(place)
 
 
-def assign_parts(sources: Sequence[Source], parts: int) -> tuple[PartFile, ...]:
-    """Assign the files of a split to parts: whole files, in order, about as many bytes in each part."""
-    sizes = [source.size or 0 for source in sources]
-    shares = [sum(sizes) * part // parts for part in range(1, parts)]
-    files, before = [], 0
-    for source, size in zip(sources, sizes, strict=True):
-        part = 1 + sum(share <= before + size // 2 for share in shares)  # the one that the file's middle falls in
-        files.append(PartFile(source.plain_name, size, part))
-        before += size
-    return tuple(files)
-
-
-def share(split: str, held_out: Mapping[str, float]) -> tuple[float, float]:
+def hash_range(split: str, held_out: Mapping[str, float]) -> tuple[float, float]:
     """The range, within 0 to 1, of the hashes of a split's documents; see `within`. A percentage holds out the same
     documents whatever the other percentage is.
     """
@@ -232,7 +183,7 @@ class SplitReader:
     separator: str | None
     field: str
     progress: Progress
-    share: tuple[float, float]
+    hash_range: tuple[float, float]
     cuts: Cuts = AT_LINES
     counts: bool = True
     tally: Tally = dataclasses.field(default_factory=Tally)
@@ -254,7 +205,7 @@ class SplitReader:
         for source in self.sources:
             with source.open() as stream:
                 chunks = read_chunks(stream, self.separator, self.field, self.cuts)
-                for chunk in chunks if self.share == (0.0, 1.0) else within(chunks, *self.share):
+                for chunk in chunks if self.hash_range == (0.0, 1.0) else within(chunks, *self.hash_range):
                     if self.counts:
                         self.tally.add(chunk)
                     if chunk.text:
@@ -316,78 +267,74 @@ class TokenStream(NamedTuple):
     origins: Sequence[Origin]
 
 
-def write_splits(
-    place: Path,
-    streams: Mapping[str, TokenStream],
-    tokenizer: Tokenizer,
-    separator: str | None,
-    held_out: Mapping[str, float],
-) -> Index:
-    """Write the files of a corpus, or of a part of one, except its index, which is returned; splits may be empty."""
+def write_splits(place: Path, streams: Mapping[str, TokenStream], encoding: Encoding) -> Index:
+    """Write the files of a corpus except its index, which is returned; splits may be empty."""
+    tokenizer = encoding.tokenizer
     with writing(place / tokenizer.file) as file:
         file.write(tokenizer.model_bytes)
-    splits = {name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()}
-    dtype = dtype_for(tokenizer.size)
-    return Index(dtype, tokenizer.size, tokenizer.eos, tokenizer.sha256, separator, splits, dict(held_out))
+    return Index(
+        dtype=dtype_for(tokenizer.size),
+        vocab_size=tokenizer.size,
+        eos=tokenizer.eos,
+        tokenizer_sha256=tokenizer.sha256,
+        separator=encoding.separator,
+        splits={name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()},
+        held_out=dict(encoding.held_out),
+    )
 
 
 def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int) -> Split:
-    """Write the shards of a split, its list of documents and its hashes; return its part of the index."""
+    """Write the shards of a split and its list of documents; return its part of the index."""
     shards: list[Shard] = []
-    digests: list[bytes] = []
-    written = 0
-    blocks = full_blocks(stream.arrays)
-    starts = folder / f"{split}.documents"
-    with writing(starts) as documents:
-        documents.write(np.zeros(1, "<i8").tobytes())
-        for first in blocks:
-            path = folder / f"{split}-{len(shards):05d}.bin"
-            begin = written
+    written = documents = 0
+    with writing(folder / f"{split}.documents") as starts:
+        starts_digest = hashlib.sha256()
+
+        def write_starts(places: np.ndarray) -> None:
+            data = places.astype("<i8").tobytes()
+            starts.write(data)
+            starts_digest.update(data)
+
+        write_starts(np.zeros(1))
+        for number, pieces in itertools.groupby(cut_at_shards(stream.arrays), key=itemgetter(0)):
+            path, digest, begin = folder / f"{split}-{number:05d}.bin", hashlib.sha256(), written
             with writing(path) as file:
-                for block in itertools.chain([first], itertools.islice(blocks, SHARD_BYTES // HASHED - 1)):
-                    file.write(block.data)
-                    digests.append(hashlib.sha256(block.data).digest())
-                    documents.write((np.flatnonzero(block == eos) + (written + 1)).astype("<i8").tobytes())
-                    written += len(block)
-            shards.append(Shard(path.name, written - begin, os.path.getsize(path)))
-    with open(starts, "rb") as file:
-        digests += [hashlib.sha256(block).digest() for block in iter(lambda: file.read(HASHED), b"")]
-    hashes = b"".join(digests)
-    with writing(folder / f"{split}.hashes") as file:
-        file.write(hashes)
-    tally, documents_written = stream.tally, starts.stat().st_size // 8 - 1
-    assert documents_written == tally.documents, "an end token within a document"
+                for _, tokens in pieces:
+                    file.write(tokens.data)
+                    digest.update(tokens.data)
+                    ends = np.flatnonzero(tokens == eos) + 1
+                    write_starts(ends + written)
+                    written += len(tokens)
+                    documents += len(ends)
+            shards.append(Shard(path.name, written - begin, digest.hexdigest()))
+    tally = stream.tally
+    assert documents == tally.documents, "an end token within a document"
     return Split(
         tokens=written,
-        documents=documents_written,
+        documents=documents,
         empty=tally.empty,
         words=tally.words,
         bytes=tally.bytes,
         shards=tuple(shards),
-        hashes_sha256=hashlib.sha256(hashes).hexdigest(),
+        documents_sha256=starts_digest.hexdigest(),
         sources=tuple(stream.origins),
     )
 
 
-def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same tokens in arrays of 256 KiB, except for the last."""
-    held: list[np.ndarray] = []
-    count = 0
+def cut_at_shards(arrays: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+    """The same tokens, cut where a shard is full, each array with the number of its shard."""
+    written = 0
     for array in arrays:
-        held.append(array)
-        count += len(array)
-        size = HASHED // array.itemsize
-        if count >= size:
-            whole = np.concatenate(held)
-            stop = count - count % size
-            yield from np.split(whole[:stop], stop // size)
-            held, count = [whole[stop:]], count - stop
-    if count:
-        yield np.concatenate(held)
+        size = SHARD_BYTES // array.itemsize
+        while len(array):
+            number, filled = divmod(written, size)
+            piece, array = np.split(array, [size - filled])
+            written += len(piece)
+            yield number, piece
 
 
-def write_index(place: Path, index: Index) -> None:
-    """Write the index of a whole corpus; refuse (UserError) an empty split."""
+def refuse_empty_splits(index: Index) -> None:
+    """Refuse (UserError) a split without documents."""
     divided = [name for name in index.splits if name == "train" or name in index.held_out]
     documents = sum(index.splits[name].documents for name in divided)
     for split, about in index.splits.items():
@@ -401,4 +348,3 @@ def write_index(place: Path, index: Index) -> None:
             files = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             found = f"{about.empty:,} empty document{'s' * (about.empty != 1)}" if about.empty else "no documents"
             raise UserError(f"no text for {split} in {files} ({found})")
-    index.write(place)

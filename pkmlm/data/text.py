@@ -195,13 +195,15 @@ def chunks_of(text: str, cuts: Cuts = AT_LINES) -> list[str]:
 
 
 def decode(stream: Stream) -> Iterator[str]:
-    """The text of a stream of UTF-8. Nothing is changed: line ends, a byte-order mark and NUL are text."""
+    """The text of a stream of UTF-8, without a byte-order mark at its beginning. Nothing else is changed: line ends and
+    NUL are text.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    read = 0
+    read, begun = 0, False
     for block in itertools.chain(stream.blocks(), [b""]):
         pending = len(decoder.getstate()[0])
         try:
-            yield decoder.decode(block, final=not block)
+            text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{stream.source.label}: not UTF-8 at byte {read - pending + error.start:,} "
@@ -209,6 +211,8 @@ def decode(stream: Stream) -> Iterator[str]:
                 "convert it first, e.g. with iconv -f ENCODING -t UTF-8",
             ) from None
         read += len(block)
+        yield text if begun else text.removeprefix("\ufeff")
+        begun = begun or bool(text)
 
 
 def same_line_ends(texts: Iterable[str], separator: str, label: str) -> Iterator[str]:
@@ -290,8 +294,6 @@ def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
         if not ends:
             continue
         line = "".join(parts)
-        if number == 1:
-            line = line.removeprefix("\ufeff")
         number, parts, size = number + 1, [], 0
         if not line.strip():
             continue

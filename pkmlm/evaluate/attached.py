@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError, first_line, is_out_of_memory
 from pkmlm.export.attached import check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
@@ -38,7 +39,6 @@ from pkmlm.model.host_ngrams import CACHES
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
-from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
 
 CONTEXT = 2048  # most tokens that a model reads at once: the maximum in its config may not fit into memory
 

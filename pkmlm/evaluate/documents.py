@@ -2,14 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pkmlm.data.corpus import FILE, PART, Corpus, read_index
+from pkmlm.data.corpus import FILE, Corpus, Folders, read_indexes
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import FIELD, check_separator_and_field, read_documents
 from pkmlm.data.tokenizer import Tokenizer
@@ -28,14 +28,14 @@ class TextChoice(NamedTuple):
         text: a file, or a glob, to read instead of a split; "-" is standard input.
         separator: what divides the documents of `text`; None: a file is one document.
         field: key or column that holds the text, in files that have keys or columns.
-        data: the folder of the run's tokens; None: the recipe's data.dir.
+        data: the folders of the run's tokens; None: the recipe's data.dir.
     """
 
     split: str | None = None
     text: str | None = None
     separator: str | None = None
     field: str = FIELD
-    data: str | None = None
+    data: tuple[str, ...] | None = None
 
     @property
     def explicit(self) -> bool:
@@ -63,20 +63,21 @@ class TextChoice(NamedTuple):
         if self.text == "-":
             raise UserError(f"--text -: {why} (expected a file)")
 
-    def tokens_folder(self, path: Path, recipe: Recipe) -> str:
-        """The folder of the tokens of the run or export at `path`.
+    def token_folders(self, path: Path, recipe: Recipe) -> tuple[str, ...]:
+        """The folders of the tokens of the run or export at `path`.
 
         Raises:
-            UserError: neither the recipe nor --data gives one, or it holds no tokens.
+            UserError: neither the recipe nor --data gives one, or one holds no tokens.
         """
-        folder = self.data if self.data is not None else recipe.data.dir
-        if folder is not None and any((Path(folder) / name).exists() for name in (FILE, PART)):
-            return folder
+        folders = recipe.data.folders if self.data is None else self.data
+        missing = next((folder for folder in folders if not (Path(folder) / FILE).exists()), None)
+        if folders and missing is None:
+            return folders
         if self.data is not None:
-            problem = f"holds no tokens (no {FILE} in it)" if Path(self.data).exists() else "does not exist"
+            problem = f"holds no tokens (no {FILE} in it)" if Path(str(missing)).exists() else "does not exist"
             hint = "give a folder that `pkmlm tokenize -o` wrote, or a text with --text FILE"
-            raise UserError(f"--data {self.data} {problem}", hint)
-        message = f"{path} has no data.dir" if folder is None else f"the tokens of {path} are not in {folder}"
+            raise UserError(f"--data {missing} {problem}", hint)
+        message = f"{path} has no data.dir" if missing is None else f"the tokens of {path} are not in {missing}"
         raise UserError(message, "give their folder with --data DIR, or a text with --text FILE")
 
 
@@ -108,39 +109,39 @@ def chosen_documents(choice: TextChoice, run: "LoadedRun") -> Documents:
     """
     if choice.text is not None:
         return documents_of_text(
-            choice.text, run.tokenizer, choice.separator, choice.field, separator_of(run.recipe.data.dir)
+            choice.text, run.tokenizer, choice.separator, choice.field, separator_of(run.recipe.data.folders)
         )
-    folder = choice.tokens_folder(run.path, run.recipe)
-    corpus = open_split(folder, choice.split or "test", run.tokenizer)
+    folders = choice.token_folders(run.path, run.recipe)
+    corpus = open_split(folders, choice.split or "test", run.tokenizer)
     documents, now = documents_of_split(corpus, run.tokenizer), corpus.hashes
     others = [name for name in ("train", "valid") if name in now and run.data.get(name, now[name]) != now[name]]
     if not others:
         return documents
-    found = f"the {' and '.join(others)} tokens in {folder} are not those that run {run.name} was trained on"
+    found = f"the {' and '.join(others)} tokens in {corpus.name} are not those that run {run.name} was trained on"
     if choice.data is not None:
         raise UserError(f"--data: {found}", "to score another text, use --text FILE")
     return replace(documents, warnings=(f"{found}: the model may have been trained on what it is scored on",))
 
 
-def separator_of(folder: str | None) -> str | None:
+def separator_of(folders: Sequence[str]) -> str | None:
     """What separates the documents of tokenized text; None if nothing does, or the tokens cannot be read."""
     try:
-        return None if folder is None else read_index(Path(folder)).separator
+        return read_indexes(folders)[0][1].separator if folders else None
     except UserError:
         return None
 
 
-def open_split(directory: str, split: str, tokenizer: Tokenizer) -> Corpus:
-    """A tokenized split; its tokens are checked when they are first read.
+def open_split(folders: Folders, split: str, tokenizer: Tokenizer) -> Corpus:
+    """A tokenized split of one or several folders; its tokens are checked when they are first read.
 
     Raises:
         UserError: no such split, or it was made with another tokenizer.
     """
-    corpus = Corpus(directory, split)
+    corpus = Corpus(folders, split)
     if corpus.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
-            f"{directory} was tokenized with another tokenizer ({corpus.tokenizer_sha256[:12]}) than {tokenizer.name} "
-            f"({tokenizer.sha256[:12]})",
+            f"{corpus.name} was tokenized with another tokenizer ({corpus.tokenizer_sha256[:12]}) than "
+            f"{tokenizer.name} ({tokenizer.sha256[:12]})",
             f"tokenize the text again with --tokenizer {tokenizer.name}",
         )
     return corpus
@@ -156,7 +157,7 @@ def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None 
     split = corpus.split
     whole = (corpus.document(i) for i in range(corpus.documents))
     if tokens is None or tokens >= corpus.tokens - corpus.documents:
-        source = {"folder": str(corpus.folder), "sha256": corpus.sha256, "documents": corpus.documents}
+        source = {"folder": corpus.name, "sha256": corpus.sha256, "documents": corpus.documents}
         return Documents(split, whole, corpus.tokens - corpus.documents, corpus.words, corpus.bytes, source)
     first: list[np.ndarray] = []
     while tokens > 0:

@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from pkmlm.data.canonical import canonical_sha256
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.device import DTYPES, is_finite
 from pkmlm.errors import UserError
 from pkmlm.export.config import (
@@ -48,7 +49,6 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import check_tensors, open_safetensors, write_tensors
-from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
 
 VERSION = 1
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pkmlm.errors import UserError
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.nodes import Node, parse, parse_override, shorten
-from pkmlm.recipe.schema import Recipe, expectation, leaves
+from pkmlm.recipe.schema import Recipe, expectation, leaves, type_text
 from pkmlm.recipe.shipped import find_base, find_recipe, recipe_text
 
 INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
@@ -46,16 +46,24 @@ def recipe_of(tree: Node, overrides: Iterable[str] = ()) -> Recipe:
         tree = merge(tree, parse_override(override))
     places: dict[str, str] = {}
     recipe: Recipe = bind(tree, Recipe, "", places)
-    for section, key in (("data", "dir"), ("train", "init_from"), ("finetune", "background")):
+    for section, key in (("train", "init_from"), ("finetune", "background")):
         part = getattr(recipe, section)
-        if (path := getattr(part, key)) and path.startswith("~"):  # no shell expands it in a recipe or after -s
+        if path := getattr(part, key):  # no shell expands ~ in a recipe or after -s
             recipe = replace(recipe, **{section: replace(part, **{key: os.path.expanduser(path)})})
-    folder = recipe.data.dir
-    if folder and not os.path.exists(folder) and not places["data.dir"].startswith("-s "):
-        beside = os.path.join(os.path.dirname(places["data.dir"].rsplit(":", 2)[0]), folder)
-        if os.path.exists(beside):
-            recipe = replace(recipe, data=replace(recipe.data, dir=beside))
+    if folders := tuple(found_folder(folder, places["data.dir"]) for folder in recipe.data.folders):
+        dir = folders[0] if isinstance(recipe.data.dir, str) else folders
+        recipe = replace(recipe, data=replace(recipe.data, dir=dir))
     return check_recipe(recipe, places)
+
+
+def found_folder(folder: str, place: str) -> str:
+    """A folder of `data.dir`, which stands at `place`; next to that file, if it is only there."""
+    folder = os.path.expanduser(folder)
+    if folder and not os.path.exists(folder) and not place.startswith("-s "):
+        beside = os.path.join(os.path.dirname(place.rsplit(":", 2)[0]), folder)
+        if os.path.exists(beside):
+            return beside
+    return folder
 
 
 def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") -> Node:
@@ -117,7 +125,12 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str], root: Any = N
     if name:
         places[name] = node.place
     if NoneType in get_args(kind):
-        (kind,) = (option for option in get_args(kind) if option is not NoneType)
+        kind, *lists = (option for option in get_args(kind) if option is not NoneType)
+        if lists and not node.is_null:  # one text, or a list of texts
+            items = node.value if isinstance(node.value, list) else [node]
+            if not items or not all(isinstance(item.value, str) and not item.is_null for item in items):
+                raise wrong(node, name, f"{type_text(kind)} or {type_text(lists[0])}")
+            kind = lists[0] if isinstance(node.value, list) else kind
     if kind is Node:
         return node
     if is_dataclass(kind):

@@ -73,6 +73,7 @@ def one_or_list(item: dict[str, Any]) -> WithJsonSchema:
 LAYER = {"type": ["integer", "string"], "minimum": 1, "pattern": "^(auto:)?[0-9]{1,9}[+]?$"}
 MemoryLayers = Annotated[tuple[str, ...], one_or_list(LAYER)]
 NGramLayers = Annotated[tuple[Size, ...], one_or_list({"type": "integer", "minimum": 1, "maximum": MAX_INT})]
+Folders = Annotated[tuple[str, ...], Field(min_length=1)]
 Orders = Annotated[tuple[Order, ...], one_or_list({"type": "integer", "minimum": 1, "maximum": 8})]
 
 
@@ -109,7 +110,16 @@ def section(kind: type[Section], /, **values: Any) -> Section:
 
 @dataclass(frozen=True, config=STRICT)
 class Data:
-    dir: str | None = key(None, "folder written by `pkmlm tokenize -o`, in the working directory or next to the recipe")
+    dir: str | Folders | None = key(
+        None,
+        "folder written by `pkmlm tokenize -o`, in the working directory or next to the recipe; or a list of folders "
+        "with one tokenizer",
+    )
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of tokens: none, one or several."""
+        return () if self.dir is None else (self.dir,) if isinstance(self.dir, str) else self.dir
 
 
 @dataclass(frozen=True, config=STRICT)

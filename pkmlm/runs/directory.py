@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError
 from pkmlm.files import (
     abandoned,
@@ -33,18 +34,11 @@ from pkmlm.runs.results import EVAL, USAGE, Evaluation, RunFacts, UsageReport, r
 Read = TypeVar("Read")
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
-# A run, a folder of tokens and an export hold one of these.
-TOKENIZERS = (SENTENCEPIECE_FILE, BYTE_LEVEL_FILE) = ("tokenizer.model", "tokenizer.json")
 # What a run keeps in its folder, besides what is measured later.
 OWN = {"recipe.yaml", "run.json", "metrics.jsonl", "train.log", *TOKENIZERS, "checkpoints"}
 OWN |= {"best", "latest", "done"}
 CHOOSE = "choose another -o"
 LOST_RECORD = "delete it: then only the record of how the run was started and how it ended is lost"
-
-
-def tokenizer_file(folder: Path) -> Path:
-    """The tokenizer's file in a folder; if there is none, the path that it usually has."""
-    return next((folder / name for name in TOKENIZERS if (folder / name).exists()), folder / SENTENCEPIECE_FILE)
 
 
 class RunDirectory:
@@ -109,11 +103,12 @@ class RunDirectory:
         """A recipe whose relative `data.dir`, if it does not exist, is replaced by the absolute path in run.json, if
         that exists.
         """
-        if recipe.data.dir is not None and not os.path.isabs(recipe.data.dir) and not os.path.exists(recipe.data.dir):
+        if any(not os.path.isabs(folder) and not os.path.exists(folder) for folder in recipe.data.folders):
             with suppress(UserError):  # run.json is damaged, which is reported where it is needed
-                folder = self.facts().get("data_dir")
-                if folder is not None and os.path.exists(folder):
-                    return replace(recipe, data=replace(recipe.data, dir=folder))
+                found = self.facts().get("data_dir")
+                data = replace(recipe.data, dir=tuple(found) if isinstance(found, list) else found)
+                if data.folders and all(map(os.path.exists, data.folders)):
+                    return replace(recipe, data=data)
         return recipe
 
     def refuse_foreign(self) -> None:

@@ -48,7 +48,7 @@ class RunFacts(TypedDict, total=False):
     parameters: dict[str, Number]
     tokenizer_sha256: str
     data_sha256: str
-    data_dir: str
+    data_dir: str | Annotated[list[str], Field(min_length=1)]
     versions: dict[str, str]
     device: str
     precision: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pkmlm.analysis.compare import Facts, facts_of
-from pkmlm.data.corpus import read_index
+from pkmlm.data.corpus import Corpus
 from pkmlm.errors import UserError
 from pkmlm.files import open_file
 from pkmlm.recipe.load import read_tree, recipe_of
@@ -112,13 +112,13 @@ class Cells:
                 needed.setdefault("valid", why)
             elif MEASURES[name].source in ("eval", "usage", "speed"):
                 needed.setdefault("test", why)
-        for folder in {cell.recipe.data.dir for cell in self.first.values()}:
-            if folder is None:
+        for folders in {cell.recipe.data.folders for cell in self.first.values()}:
+            if not folders:
                 raise UserError("data.dir is not set", "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote")
-            splits = read_index(Path(folder)).splits
+            corpus = Corpus(folders, "train")
             for split, why in needed.items():
-                if split not in splits:
-                    raise UserError(f"{folder} has no {split} split, {why}", f"tokenize it with --{split} FILE")
+                if split not in corpus.splits:
+                    raise UserError(f"{corpus.name} has no {split} split, {why}", f"tokenize it with --{split} FILE")
 
     def warnings(self) -> list[str]:
         """The warnings of all cells' recipes, a line each, with the cells that they concern."""
@@ -255,10 +255,8 @@ def has_moved_tokens(run: RunDirectory, before: Recipe, now: Recipe) -> bool:
     """Whether two recipes differ only in the folder of the same tokens."""
     if now.data.dir is None or replace(before, data=now.data) != now:
         return False
-    facts, index = run.facts(), read_index(Path(now.data.dir))
-    train = index.splits.get("train")
-    same = (index.tokenizer_sha256, train and train.hashes_sha256)
-    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == same
+    facts, train = run.facts(), Corpus(now.data.dir, "train")
+    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == (train.tokenizer_sha256, train.sha256)
 
 
 def steps_taken(cell: Cell, folder: Path) -> int:

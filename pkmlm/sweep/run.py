@@ -318,9 +318,9 @@ class Runner:
             yield ["train", str(recipe), "-o", path, "-q"]
         if not measure or (ended and ended.status != "measured"):
             return
-        facts, folder = ended.facts if ended else facts_at_end(cell, run), cell.recipe.data.dir
-        have_moved = folder and folder != run.recipe().data.dir
-        tokens = ["--data", str(folder)] if have_moved else []
+        facts, folders = ended.facts if ended else facts_at_end(cell, run), cell.recipe.data.folders
+        have_moved = folders != run.recipe().data.folders
+        tokens = [word for folder in folders for word in ("--data", folder)] if have_moved else []
         if "eval" in self.sources and facts["test_step"] is None:
             yield ["eval", path, "-q", *tokens]
         if "usage" in self.sources and cell.recipe.model.table_kinds and not facts["usage"]:
@@ -386,7 +386,7 @@ def time_models(results: Results, runs: Path, say: Say) -> None:
             run = load_run(runs / cell.name, "latest")
             context = run.recipe.model.context
             sequences = max(1, TIMED_TOKENS // context)
-            corpus = open_split(cell.recipe.data.dir or "", "test", run.tokenizer)
+            corpus = open_split(cell.recipe.data.folders, "test", run.tokenizer)
             tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
             counted[point] = tokens_BT.numel()
             actions[point] = partial(score_batch, run.model, tokens_BT)

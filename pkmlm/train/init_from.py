@@ -99,7 +99,7 @@ def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path, int]:
         raise UserError(f"train.init_from: {error.message}", error.hint) from None
     if sha256_of(source.tokenizer_file) != job.tokenizer.sha256:
         raise UserError(
-            f"train.init_from: run {source.path} has another tokenizer than {job.recipe.data.dir}",
+            f"train.init_from: run {source.path} has another tokenizer than {job.corpus.name}",
             f"tokenize again with --tokenizer {source.tokenizer_file}",
         )
     try:

@@ -65,12 +65,12 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
         UserError: the recipe, the tokens or the background are wrong, or do not fit each other or `ranks` processes.
     """
     recipe = load_recipe(recipe_file, overrides)
-    folder = recipe.data.dir
-    if folder is None:
+    folders = recipe.data.folders
+    if not folders:
         hint = "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote"
         raise UserError(f"{recipe_file}: data.dir is not set", hint)
-    corpus, tokenizer = Corpus(folder, "train"), open_tokenizer(folder)
-    valid = Corpus(folder, "valid") if "valid" in corpus.splits else None
+    corpus, tokenizer = Corpus(folders, "train"), open_tokenizer(folders)
+    valid = Corpus(folders, "valid") if "valid" in corpus.splits else None
     if verify:
         corpus.verify()
         if valid is not None:
@@ -85,7 +85,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
     warnings = recipe_warnings(recipe, recipe_file, overrides)
     if job.epochs > MANY_EPOCHS:
         reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
-        warnings.append(f"{folder}: train has {corpus.tokens:,} tokens: {reading}")
+        warnings.append(f"{corpus.name}: train has {corpus.tokens:,} tokens: {reading}")
     warnings += no_validation_warning(job)
     if recipe.parallel.shard and ranks == 1:
         warnings.append("parallel.shard: without effect in one process")
@@ -112,4 +112,4 @@ def no_validation_warning(job: Job) -> list[str]:
     """A warning where the tokens have no split to validate on."""
     if "valid" in job.corpus.splits:
         return []
-    return [f"{job.recipe.data.dir} has no valid split: no validation, no best checkpoint, no eval.patience"]
+    return [f"{job.corpus.name} has no valid split: no validation, no best checkpoint, no eval.patience"]

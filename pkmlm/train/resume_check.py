@@ -46,7 +46,7 @@ def refuse_other_data(run: RunDirectory, job: Job) -> None:
     or validate on, another background or other canonical ids. A split for validation may come or go.
     """
     before = read_progress(run.checkpoint(run.steps()[-1])).data
-    folder, hashes = job.recipe.data.dir, hashes_of(job)
+    folder, hashes = job.corpus.name, hashes_of(job)
     for name, what, where in (
         ("tokenizer", "trained with another tokenizer than that of", folder),
         ("train", "trained on other tokens than those in", folder),

@@ -136,8 +136,9 @@ def begin(run: RunDirectory, job: Job, recipe: Recipe, settings: DeviceSettings,
     run.write_tokenizer(job.tokenizer.file, job.tokenizer.model_bytes)
     if step:
         warnings += no_validation_warning(job) + lost_metrics_warning(run)
-    data = {"data_dir": os.path.abspath(job.corpus.folder), "data_sha256": job.corpus.sha256}
-    data["tokenizer_sha256"] = job.tokenizer.sha256
+    folders = [os.path.abspath(folder) for folder in job.corpus.folders]
+    data = {"data_dir": folders[0] if isinstance(job.recipe.data.dir, str) else folders}
+    data |= {"data_sha256": job.corpus.sha256, "tokenizer_sha256": job.tokenizer.sha256}
     run.write_facts(**data, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
     return warnings + too_large_warning(job, settings, ranks)
 

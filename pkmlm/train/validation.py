@@ -38,7 +38,7 @@ def validator(
     """
     recipe, model, groups = state.recipe, state.model, state.process_groups
     alone = groups.world.size == 1
-    corpus = open_split(recipe.data.dir or "", "valid", tokenizer)
+    corpus = open_split(recipe.data.folders, "valid", tokenizer)
 
     def validate(stop: StopRequest) -> dict[str, Any] | None:
         if not alone and stop.agreed() is not None:

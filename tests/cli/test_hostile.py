@@ -369,7 +369,7 @@ EVAL = ("eval", "run")
         ("base.yaml", TRAIN, 2),
         *(
             (f"tokens/{name}", TRAIN, 2)
-            for name in ("index.json", "tokenizer.model", "train.hashes", "train-00000.bin")
+            for name in ("index.json", "tokenizer.model", "train.documents", "train-00000.bin")
         ),
         ("given.model", ("tokenize", "text.txt", "--tokenizer", "given.model", "-o", "out"), 2),
         ("text.jsonl", ("tokenize", "text.jsonl", "-o", "out"), 2),

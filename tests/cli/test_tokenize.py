@@ -74,7 +74,7 @@ def test_percentages_hold_out_documents_of_the_training_text(texts):
     trained = "".join(json.dumps({"text": text}) + "\n" for text in documents if split[text] == "train")
     (texts / "trained.jsonl").write_text(trained)
     tokenize(texts / "trained.jsonl", *common, "-o", texts / "trained")
-    assert "held_out" not in json.loads((texts / "trained/index.json").read_text())  # nor in those of earlier versions
+    assert json.loads((texts / "trained/index.json").read_text())["held_out"] == {}
     for name in ("train-00000.bin", "tokenizer.model"):
         assert filecmp.cmp(texts / "trained" / name, texts / "out" / name, shallow=False)
     model = ("--tokenizer", texts / "out/tokenizer.model", "-q")
@@ -83,6 +83,13 @@ def test_percentages_hold_out_documents_of_the_training_text(texts):
     valid = Corpus(texts / "part", "valid")
     found = [tokenizer.decode(valid.document(i)) for i in range(valid.documents)]
     assert found == [text for text in documents[:200] if split[text] == "valid"]
+
+
+def test_a_tokenizer_is_given_or_learnt(texts):
+    words = texts / "train.txt", "--tokenizer", "any.model", "-o", texts / "out"
+    for option in (["--vocab-size", 320], ["--model-type", "unigram"]):
+        assert option[0] in pkmlm("tokenize", *words, *option, code=2).stderr
+    assert not (texts / "out").exists()
 
 
 @pytest.mark.parametrize(

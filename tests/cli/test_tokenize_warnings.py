@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.cli.test_tokenize import assert_same_folders, prose
+from tests.cli.test_tokenize import prose
 from tests.conftest import pkmlm
 
 STORY = "a whale and the sea it was not so near to us all; "
@@ -41,11 +41,6 @@ def test_documents_in_two_splits_are_warned_of(texts):
     told = [("3 of 4 documents of valid", "in train"), ("4 of 7 documents of test", "in train")]
     told += [("2 of 7 documents of test", "in valid")]
     assert_warns([*given, "--vocab-size", 290, "-o", texts / "out"], *told)
-    model = ["--tokenizer", texts / "out/tokenizer.model"]
-    for part in (1, 2, 3):
-        assert_warns([*given, *model, "--shard", f"{part}/3", "-o", texts / str(part)])
-    assert_warns(["--join", *(texts / str(part) for part in (1, 2, 3)), "-o", texts / "all"], *told)
-    assert_same_folders(texts / "out", texts / "all")
 
 
 def test_a_novel_is_the_same_with_and_without_the_newline_that_ends_its_file(texts):

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from pkmlm.data import shards
-from pkmlm.data.corpus import FORMAT, HASHED, Corpus, open_tokenizer, read_index
+from pkmlm.data.corpus import Corpus, Index, open_tokenizer, read_index
 from pkmlm.data.shards import Encoding, TokenStream, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.files import json_text
+from tests.conftest import pkmlm
 
 SEPARATOR = "\n\n\n"
+SHARD = 256 << 10  # bytes of a full shard of `made`
 
 
 def text_documents():
@@ -38,14 +40,14 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer):
-    """A corpus in shards of 512 KiB, its documents, and its tokens as one array."""
+    """A corpus in shards of 256 KiB, its documents, and its tokens as one array."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = text_documents()
     (folder / "train.txt").write_text(SEPARATOR.join(texts), newline="")
     (folder / "valid.txt").write_text("abc\u2581d")
     sources = {split: find_sources([f"{folder}/{split}.txt"]) for split in ("train", "valid")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "SHARD_BYTES", 2 * HASHED)
+        patch.setattr(shards, "SHARD_BYTES", SHARD)
         write_corpus(folder / "tokens", sources, Encoding(tokenizer, SEPARATOR))
     tokens = np.concatenate([[*tokenizer.encode(text), tokenizer.eos] for text in texts])
     return folder / "tokens", texts, tokens
@@ -71,16 +73,11 @@ def test_what_was_written_is_read(made, tokenizer):
     assert corpus.document(0).tolist() == tokenizer.encode(texts[0])
 
 
-def test_reads_go_over_the_ends_of_blocks_and_shards(made):
+def test_reads_go_over_the_ends_of_shards(made):
     folder, _, tokens = made
     corpus = Corpus(folder, "train")
-    for place in (0, HASHED // 2, HASHED, 2 * HASHED // 2, len(tokens)):
-        for start, stop in (
-            (place - 3, place + 3),
-            (place, place),
-            (place - 1, place),
-            (place, place + HASHED),
-        ):
+    for place in (0, SHARD // 2, SHARD, len(tokens)):
+        for start, stop in ((place - 3, place + 3), (place, place), (place - 1, place), (place, place + SHARD)):
             start, stop = max(0, start), min(len(tokens), stop)
             ids = corpus.read(start, stop)
             assert ids.dtype == np.int64
@@ -102,9 +99,13 @@ def test_the_index_says_what_is_there(made):
     folder, _, tokens = made
     index = json.loads((folder / "index.json").read_bytes())
     train = index["splits"]["train"]
-    assert (index["format"], index["dtype"], index["separator"]) == (FORMAT, "uint16", SEPARATOR)
+    assert (index["format"], index["dtype"], index["separator"]) == ("pkmlm-tokens-2", "uint16", SEPARATOR)
     assert sum(shard["tokens"] for shard in train["shards"]) == train["tokens"] == len(tokens)
-    assert [shard["bytes"] for shard in train["shards"][:-1]] == [2 * HASHED] * (len(train["shards"]) - 1)
+    assert {shard["tokens"] for shard in train["shards"][:-1]} == {SHARD // 2}
+    for name, sha256 in [("train.documents", train["documents_sha256"])] + [
+        (shard["name"], shard["sha256"]) for shard in train["shards"]
+    ]:
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == sha256
     stored = (folder.parent / "train.txt").read_bytes()
     origin = {"name": "train.txt", "bytes": len(stored), "sha256": hashlib.sha256(stored).hexdigest()}
     assert train["sources"] == [origin]
@@ -155,13 +156,34 @@ def test_a_character_that_a_foreign_tokenizer_lacks_is_named(tmp_path, tokenizer
 
 
 def test_full_shards_end_at_any_token(tmp_path, monkeypatch):
-    """Tokens that fill their shards exactly, in arrays of odd sizes."""
-    tokens = np.arange(HASHED, dtype="<u2") % 9
-    stream = TokenStream(np.array_split(tokens, 7), Tally(documents=int((tokens == 1).sum())), [])
-    monkeypatch.setattr(shards, "SHARD_BYTES", HASHED)
-    about = write_tokens(tmp_path, "train", stream, 1)
-    assert [(shard.tokens, shard.bytes) for shard in about.shards] == [(HASHED // 2, HASHED)] * 2
-    assert (tmp_path / "train.hashes").stat().st_size == 32 * (2 + -(-8 * (about.documents + 1) // HASHED))
+    """Tokens that fill their shards exactly, in arrays of odd sizes, shorter and longer than a shard."""
+    tokens = np.arange(3000, dtype="<u2") % 9
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    for pieces in (7, 1):
+        stream = TokenStream(np.array_split(tokens, pieces), Tally(documents=int((tokens == 1).sum())), [])
+        about = write_tokens(tmp_path, "train", stream, 1)
+        assert [shard.tokens for shard in about.shards] == [1000] * 3
+        assert np.array_equal(np.concatenate([np.fromfile(path, "<u2") for path in shard_files(tmp_path)]), tokens)
+
+
+def shard_files(folder):
+    return sorted(folder.glob("train-*.bin"))
+
+
+def test_the_sha256_of_a_split_is_that_of_its_tokens(made, tokenizer, tmp_path):
+    """Whatever its files are called, and whatever the other splits are."""
+    folder, texts, _ = made
+    again, other = tmp_path / "again.txt", tmp_path / "other.txt"
+    again.write_text(SEPARATOR.join(texts), newline="")
+    other.write_text(SEPARATOR.join([*texts[:-1], f"{texts[-1]}a"]), newline="")
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SHARD_BYTES", SHARD)
+        for path in (again, other):
+            write_corpus(tmp_path / path.stem, {"train": find_sources([str(path)])}, Encoding(tokenizer, SEPARATOR))
+            found.append(Corpus(tmp_path / path.stem, "train").sha256)
+    assert Corpus(folder, "train").sha256 == found[0] != found[1]
+    assert Corpus(folder, "valid").hashes.keys() == {"tokenizer", "train", "valid"}
 
 
 # Damage
@@ -198,19 +220,30 @@ def test_every_missing_shortened_or_longer_file_is_found_at_once(copy):
     read_everything(copy)
 
 
-def test_a_block_is_checked_when_it_is_first_read(copy):
-    path = copy / "train-00000.bin"
+def test_a_file_is_checked_when_it_is_first_read(copy):
+    path = copy / "train-00001.bin"
     data = bytearray(path.read_bytes())
-    data[HASHED + 5] ^= 1
+    data[5] ^= 1
     path.write_bytes(data)
     corpus = Corpus(copy, "train")
-    corpus.read(0, HASHED // 2)
-    corpus.read(HASHED, HASHED + 5)
-    for start, stop in ((HASHED // 2 - 1, HASHED // 2 + 1), (HASHED - 1, HASHED)):
-        with pytest.raises(UserError, match=f"from byte {HASHED:,}"):
+    corpus.read(0, SHARD // 2)
+    for start, stop in ((SHARD // 2 - 1, SHARD // 2 + 1), (SHARD // 2 + 99, SHARD // 2 + 100)):
+        with pytest.raises(UserError, match=path.name):
             corpus.read(start, stop)
-    with pytest.raises(UserError, match=f"from byte {HASHED:,}"):
-        Corpus(copy, "train").verify()
+
+
+def test_tokens_that_the_disk_has_changed_are_noticed_before_tokenizing_ends(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "m.model").write_bytes(tokenizer.model_bytes)
+    (tmp_path / "a.txt").write_text("abc defgh")
+
+    def write(index, folder):
+        (folder / "train-00000.bin").write_bytes(bytes((folder / "train-00000.bin").stat().st_size))
+        return whole(index, folder)
+
+    whole = Index.write
+    monkeypatch.setattr(Index, "write", write)
+    words = ("tokenize", tmp_path / "a.txt", "--tokenizer", tmp_path / "m.model", "-o", tmp_path / "out")
+    assert "train-00000.bin" in pkmlm(*words, code=2).stderr
 
 
 def test_a_folder_without_tokens_or_without_the_split_is_named(made, tmp_path):
@@ -224,9 +257,18 @@ def rewritten(folder, change):
     """Change the index and make its own sha256 right again."""
     content = json.loads((folder / "index.json").read_bytes())
     change(content)
-    rest = {key: value for key, value in content.items() if key not in ("format", "sha256")}
-    content["sha256"] = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    content["sha256"] = hashlib.sha256(json.dumps(content | {"sha256": ""}, sort_keys=True).encode()).hexdigest()
     (folder / "index.json").write_text(json_text(content))
+
+
+def test_an_index_in_which_a_count_is_another_is_refused(copy):
+    rewritten(copy, lambda content: None)
+    Corpus(copy, "train")
+    text = (copy / "index.json").read_text()
+    words = json.loads(text)["splits"]["train"]["words"]
+    (copy / "index.json").write_text(text.replace(f'"words": {words}', f'"words": {words + 1}'))
+    with pytest.raises(UserError, match=r"index\.json"):
+        Corpus(copy, "train")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +279,7 @@ def rewritten(folder, change):
         ("separator", 3, "separator"),
         ("more", 3, "more"),
         ("splits", {"train": {}}, r"splits\.train"),
-        ("format", "pkmlm-tokens-2", "'pkmlm-tokens-2'"),
+        ("format", "pkmlm-tokens-1", "format"),
     ],
 )
 def test_an_index_of_another_shape_is_refused(copy, key, value, named):

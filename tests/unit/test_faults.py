@@ -380,7 +380,7 @@ def test_the_trials_can_be_lost(ground):
     assert ground.differences("hash", run) == ["leftovers", "step-00000012: optimizer"]
     half = shutil.copytree(ground.tokens, ground.folder / "half")
     assert kills.same(half, ground.tokens)
-    (half / "train.hashes").unlink()
+    (half / "train.documents").unlink()
     assert not kills.whole(ground, half, force=False)
     assert crashes.untold(1, "error: cannot write x: No space left on device\n") == []
     for code, said in itertools.product((1, 2, 99), ("", "Traceback\n", "error: a\nerror: b\n")):

@@ -1,5 +1,6 @@
 """Documents that two splits share are found as comparing their texts finds them, in memory that train does not fill."""
 
+import hashlib
 import random
 import tracemalloc
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from pkmlm.data import overlap, shards
-from pkmlm.data.corpus import HASHED, Index
+from pkmlm.data.corpus import Corpus, Index
 from pkmlm.data.overlap import LEAST, Overlap, overlaps
 from pkmlm.data.shards import Encoding, TokenStream, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
@@ -50,7 +51,7 @@ def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer
     for split, documents in texts.items():
         (tmp_path / f"{split}.txt").write_text(SEPARATOR.join(documents), newline="")
     sources = {split: find_sources([f"{tmp_path}/{split}.txt"]) for split in texts}
-    monkeypatch.setattr(shards, "SHARD_BYTES", HASHED)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 256 << 10)
     index = write_corpus(tmp_path / "out", sources, Encoding(tokenizer, SEPARATOR))
     assert len(index.splits["train"].shards) > 1
     expected = []
@@ -58,8 +59,12 @@ def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer
         seen = set(map(bare, texts[earlier]))
         counted = [bare(text) for text in texts[later] if len(tokenizer.encode(bare(text))) >= LEAST]
         expected.append(Overlap(earlier, later, sum(text in seen for text in counted), len(counted)))
-    assert overlaps(tmp_path / "out", tokenizer) == expected
+    assert overlaps(opened(tmp_path / "out", texts), tokenizer) == expected
     assert all(0 < each.shared < each.documents for each in expected)
+
+
+def opened(folder, splits):
+    return {split: Corpus(folder, split) for split in splits}
 
 
 def written(folder, splits):
@@ -70,8 +75,9 @@ def written(folder, splits):
         ids[:, -1] = 1
         stream = TokenStream([ids.astype("<u2").ravel()], Tally(documents=len(ids)), [])
         about[split] = write_tokens(folder, split, stream, 1)
-    Index("uint16", 290, 1, "", None, about).write(folder)
-    return folder
+    (folder / "tokenizer.model").touch()
+    Index("uint16", 290, 1, hashlib.sha256().hexdigest(), None, about, {}).write(folder)
+    return opened(folder, splits)
 
 
 def test_memory_does_not_grow_with_train(tmp_path, tokenizer, monkeypatch):
@@ -81,9 +87,11 @@ def test_memory_does_not_grow_with_train(tmp_path, tokenizer, monkeypatch):
     draw, peaks = np.random.default_rng(0), []
     for number, documents in enumerate((1_000, 4_000)):
         ids = draw.integers(3, 290, (documents, 30))
-        folder = written(tmp_path / str(number), {"train": ids, "test": ids[-500:]})
+        corpora = written(tmp_path / str(number), {"train": ids, "test": ids[-500:]})
+        for corpus in corpora.values():
+            corpus.verify()  # as `tokenize` does before: reading a file to hash it takes up to a MiB
         tracemalloc.start()
-        assert overlaps(folder, tokenizer) == [Overlap("train", "test", 500, 500)]
+        assert overlaps(corpora, tokenizer) == [Overlap("train", "test", 500, 500)]
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 100_000, peaks

@@ -177,6 +177,10 @@ def test_what_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str | by
         ("optim.betas=[0.9, 1]", "optim.betas: found 1"),
         ("model.memory.topc=3", "unknown key model.memory.topc (did you mean model.memory.topk?)"),
         ("no-equals", "not of the form key=value"),
+        ("data.dir=[]", "data.dir: found"),
+        ("data.dir=[a, null]", "data.dir: found"),
+        ("data.dir=[a, {b: c}]", "data.dir: found"),
+        ("data.dir={a: b}", "data.dir: found"),
         ("model.memory.layers=[5", "expected ',' or ']'"),
     ],
 )
@@ -250,6 +254,19 @@ def test_overrides_come_last_and_the_last_wins(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, ["eval.sample=Hello: world # 1"]).eval.sample == "Hello: world # 1"
     assert load_recipe(recipe_file, ['data.dir="null"']).data.dir == "null"
     assert load_recipe(recipe_file, ["model.memory={topk: 8, heads: 2}"]).model.memory.topk == 8
+
+
+def test_tokens_are_in_one_folder_or_several(recipe_file: Path) -> None:
+    for override, dir, folders in (
+        ("data.dir=null", None, ()),
+        ("data.dir=a b", "a b", ("a b",)),
+        ("data.dir=[a]", ("a",), ("a",)),
+        ('data.dir=[a b, "null", 7]', ("a b", "null", "7"), ("a b", "null", "7")),
+    ):
+        recipe = load_recipe(recipe_file, [override])
+        assert (recipe.data.dir, recipe.data.folders) == (dir, folders)
+        recipe_file.with_name("dumped.yaml").write_text(dump_recipe(recipe))
+        assert load_recipe(recipe_file.with_name("dumped.yaml")) == recipe
 
 
 def test_a_base_is_read_first_and_errors_name_the_file_at_fault(tmp_path: Path, recipe_file: Path) -> None:
@@ -513,6 +530,7 @@ def test_a_home_folder_is_found(recipe_file: Path, monkeypatch: pytest.MonkeyPat
     recipe = load_recipe(recipe_file, ["data.dir=~/tokens", "train.init_from=~/run", "finetune.background=~/news"])
     found = recipe.data.dir, recipe.train.init_from, recipe.finetune.background
     assert found == ("/home/me/tokens", "/home/me/run", "/home/me/news")
+    assert load_recipe(recipe_file, ["data.dir=[~/one, two]"]).data.dir == ("/home/me/one", "two")
     monkeypatch.setenv("HOME", str(recipe_file.parent))
     heir = recipe_file.with_name("heir.yaml")
     heir.write_text(f"base: ~/{recipe_file.name}\n")

@@ -232,13 +232,13 @@ def zstandard_of_a_long_window(data):
         (".zst", zstandard_of_a_long_window),
     ],
 )
-def test_nothing_in_a_text_is_changed(tmp_path, suffix, press):
+def test_nothing_in_a_text_is_changed_but_a_byte_order_mark_at_its_beginning(tmp_path, suffix, press):
     """Compression is seen with and without its suffix; what is stored is counted and hashed."""
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(press(TRICKY.encode() * 50_000))
     (source,) = find_sources([str(path)])
     with source.open() as stream:
-        assert list(read_documents(stream)) == [TRICKY * 50_000]
+        assert list(read_documents(stream)) == [(TRICKY * 50_000)[1:]]
     assert stream.count == path.stat().st_size
     assert stream.digest.hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
 
