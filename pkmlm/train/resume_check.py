@@ -3,6 +3,7 @@
 from typing import Any
 
 from pkmlm.errors import UserError
+from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
@@ -66,8 +67,11 @@ def is_complete(run: RunDirectory, recipe: Recipe) -> bool:
     """
     if not run.steps() or run.done() != run.steps()[-1]:
         return False
-    before = run.recipe()
-    unchanged = (before.train.steps, before.eval.patience) == (recipe.train.steps, recipe.eval.patience)
+    try:
+        asked = load_recipe(run.recipe_file)  # by the process that finished; the checkpoint may be an older one's
+    except UserError:
+        asked = run.recipe()
+    unchanged = (asked.train.steps, asked.eval.patience) == (recipe.train.steps, recipe.eval.patience)
     return unchanged or run.steps()[-1] >= recipe.train.steps
 
 

@@ -218,9 +218,8 @@ def trained_in(run: RunDirectory, recipe: Recipe, validate: Callable, stop: Stop
     """Train in this process, with another validation."""
     state = TrainState(recipe, build_model(recipe, 600), Batches.of(Corpus(recipe.data.dir, "train"), recipe), "fp32")
     with TrainingLog(run.path, "x", recipe.train.steps, recipe.log, quiet=True) as log:
-        return Training(
-            run, state, state.batches.corpus.hashes, lambda request: validate(request, state.model), log, stop
-        ).train()
+        job = Job(recipe, state.batches.corpus, open_tokenizer(recipe.data.dir))
+        return Training(run, state, job, lambda request: validate(request, state.model), log, stop).train()
 
 
 def test_a_validation_cut_short_is_repeated(tmp_path, write_recipe):
@@ -350,21 +349,6 @@ def test_a_dry_run_refuses_a_folder_that_the_run_would(tmp_path, write_recipe, t
     (tmp_path / "mine/run.json").write_text("{}")
     assert "run.json" in pkmlm(*dry, tmp_path / "mine", code=2).stderr
     pkmlm(*dry, trained("dense"))
-
-
-def test_results_of_checkpoints_that_are_gone_are_not_taken_for_a_new_model_s(tmp_path, write_recipe, trained):
-    run = Path(shutil.copytree(trained("dense"), tmp_path / "run"))
-    shutil.rmtree(run / "checkpoints")
-    (run / "done").unlink()
-    (run / "run.json").unlink()
-    (run / "eval").mkdir(exist_ok=True)
-    (run / "eval" / "test-step-30.json").write_text("{}")
-    train = ["train", write_recipe(tmp_path, "dense"), "-o", run, "-q", "-s", "train.steps=2"]
-    said = pkmlm(*train, code=2).stderr
-    assert "eval/" in said
-    shutil.rmtree(run / "eval")
-    shutil.rmtree(run / "usage", ignore_errors=True)
-    pkmlm(*train)
 
 
 def test_tokens_without_a_valid_split_are_warned_of(tmp_path, novels, write_recipe, trained):
