@@ -29,7 +29,6 @@ from pkmlm.files import (
     MANIFEST,
     Damaged,
     check_files,
-    drop_cached,
     entry_of,
     open_file,
     remove_folder,
@@ -180,8 +179,6 @@ def save(
                 write_json(folder / MANIFEST, {"version": CHECKPOINT_VERSION, "step": progress.step, "files": files})
                 run.refuse_replaced()
                 stack.close()
-                for name in files:
-                    drop_cached(path / name)
                 verify(path)
                 run.point("latest", progress.step)
 

@@ -22,7 +22,6 @@ from pkmlm.files import (
     open_file,
     read_bytes,
     read_json,
-    refuse_link,
     remove_file,
     remove_leftovers,
     sha256_of,
@@ -125,13 +124,10 @@ class RunDirectory:
         """Refuse, before anything is written, a folder in which training would overwrite what no run wrote.
 
         Raises:
-            UserError: the path is a file, or a folder without a run that holds a file that a run would write; a folder
-                in it is a link.
+            UserError: the path is a file, or a folder without a run that holds a file that a run would write.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)", CHOOSE)
-        for folder in (self.checkpoints, self.path / USAGE):
-            refuse_link(folder)
         entries = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         known = {"recipe.yaml", "run.json"} & entries
         if ".lock" in entries or len(known) == 2 or (known and self.steps()):  # only a run has these

@@ -49,7 +49,6 @@ from pkmlm.files import (
     open_file,
     read_json,
     read_manifest,
-    refuse_link,
     rename,
     sha256_of,
     write_json,
@@ -458,11 +457,10 @@ def set_aside_later(run: Path, step: int) -> list[str]:
     otherwise they would be taken for results of the weights that training now saves at these steps.
 
     Raises:
-        UserError: a folder is a link; (exit code 1) the system refused to rename one.
+        UserError: (exit code 1) the system refused to rename one.
     """
     later = []
     for folder in (run / EVAL, run / USAGE):
-        refuse_link(folder)
         for file in sorted(folder.glob("*.json")):
             named = RESULT.fullmatch(file.name)
             if named and int(named[1]) > step:
@@ -480,9 +478,8 @@ def write_evaluation(run: Path, file: str, record: dict[str, Any]) -> None:
     """Write RUN/eval/`file`.
 
     Raises:
-        UserError: the folder is a link; (exit code 1) the system refused a write.
+        UserError: (exit code 1) the system refused a write.
     """
-    refuse_link(run / EVAL)
     make_folder(run / EVAL)
     write_json(run / EVAL / file, signed(record))
 
@@ -574,7 +571,6 @@ def write_usage(stem: Path, entry: dict[str, Any], arrays: dict[str, np.ndarray]
     Raises:
         UserError: as `write_evaluation`.
     """
-    refuse_link(stem.parent)
     file = stem.with_name(f"{stem.name}.npz")
     write_arrays(file, arrays)
     write_json(stem.with_name(f"{stem.name}.json"), signed(entry | {ARRAYS: sha256_of(file)}))

@@ -54,30 +54,6 @@ def test_what_is_saved_is_what_is_loaded(run):
         assert (run.checkpoint(30) / name).read_bytes() == (run.checkpoint(31) / name).read_bytes()
 
 
-def test_what_is_saved_is_read_back_from_the_disk(run, monkeypatch):
-    def cached(file):
-        """Whether the system has the file's first bytes in memory."""
-        with open(file, "rb") as stream:
-            try:
-                return os.preadv(stream.fileno(), [bytearray(16)], 0, os.RWF_NOWAIT) > 0
-            except BlockingIOError:
-                return False
-
-    try:
-        assert cached(run.recipe_file)
-    except (AttributeError, OSError):
-        pytest.skip("this system, or file system, does not tell")
-    found = []
-
-    def verified(path):
-        found.extend(cached(path / name) for name in checkpoint.FILES)
-        verify(path)
-
-    monkeypatch.setattr(checkpoint, "verify", verified)
-    checkpoint.save(run, Progress(step=31), *state_of(run))
-    assert found == [False] * 3
-
-
 @pytest.mark.parametrize("kind", ["product-key", "hash"])
 def test_a_model_that_is_resumed_is_not_drawn_and_every_number_of_it_is_read(trained, kind):
     run = RunDirectory(trained(kind))
