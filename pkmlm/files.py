@@ -78,7 +78,7 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         UserError: there is a folder that may not be replaced; (exit code 1) another process is writing it, or the
             system refused a write.
     """
-    path = path.resolve() if path.is_symlink() else path
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
     new, old = (path.with_name(f".tmp-{mark}-{path.name}") for mark in ("new", "old"))
 
     def restore_old() -> None:
