@@ -2,7 +2,7 @@
 # make test    install and run all but the slow tests
 # make test-all  all tests
 # make test-oldest  the tests with the oldest libraries that setup.py allows (torch, too, with TORCH=torch==2.11.0)
-# make torture kill, corrupt, fill disks, mutate: about an hour; resumes where it was stopped
+# make torture kill, damage, fill disks: about an hour; resumes where it was stopped
 # make check   linter, formatter, type checker
 # make pkm-table-2, pkm-headline, memory-plus-steps, ngram-controls, memoryformer-table-5, ...: a table or figure of a paper (recipes/*/grids)
 #              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), the first time;

@@ -1,5 +1,5 @@
 """What people see in a terminal: tables (and the same tables for a README, a spreadsheet or a program), warnings,
-progress bars, and streams that may close early.
+progress bars, and a standard error that may close early.
 
 Results go to standard output, warnings and progress to standard error. rich is imported when something is drawn.
 """
@@ -7,7 +7,6 @@ Results go to standard output, warnings and progress to standard error. rich is 
 import csv
 import io
 import json
-import os
 import re
 import sys
 import time
@@ -296,7 +295,8 @@ def status_line(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 class BestEffortStream:
-    """A text stream that ignores its own write errors: hours of training must not end because nobody reads a log line.
+    """A text stream that ignores its own write errors: hours of training must not end because the terminal has closed,
+    or because nobody reads a log line any more.
 
     Args:
         stream: takes what is written, for as long as it can.
@@ -306,12 +306,12 @@ class BestEffortStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -319,17 +319,9 @@ class BestEffortStream:
 
 
 def prepare_streams() -> None:
-    """Make the standard streams safe to use: a closed one becomes the null device (else the next file that is opened
-    would take its number), characters outside the encoding of standard output are escaped, and failures to write to
-    standard error are ignored.
+    """Make the standard streams safe to use: failures to write to standard error are ignored, and characters outside
+    the encoding of standard output are escaped.
     """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = BestEffortStream(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115
+    sys.stderr = BestEffortStream(sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

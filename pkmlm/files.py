@@ -11,14 +11,13 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from functools import cache
 from math import isfinite
@@ -32,7 +31,8 @@ from pkmlm.console import warn
 from pkmlm.errors import UserError, read_errors
 
 MANIFEST = "manifest.json"
-MAKE_AGAIN = "it is damaged: make it again"  # a hint
+MAKE_AGAIN = "it is damaged: make it again"  # hints
+IN_USE = "wait for it, stop it, or choose another -o"
 LOCK_PATIENCE = 0.2  # seconds; `abandoned` holds a lock for less
 
 
@@ -48,24 +48,16 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing bytes; it appears under `path` only when the block ends without an error.
 
     Raises:
-        UserError: (exit code 1) the system refused a write: disk full, no permission, file too large; or `path` is not
-            a regular file.
+        UserError: (exit code 1) the system refused a write: disk full, no permission, file too large.
     """
+    temporary = temporary_name(path)
     with write_errors(path):
-        with suppress(FileNotFoundError):
-            mode = path.lstat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
-                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        temporary = temporary_name(path, secrets.token_hex(4))
-        file = open(temporary, "xb")  # noqa: SIM115
         try:
-            with file:
-                with suppress(OSError):  # the file system has no locks
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for `remove_leftovers`
+            with open(temporary, "xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(temporary, path)
+            os.replace(temporary, path)
             sync_folder(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -81,111 +73,79 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     `writing` does.
 
     Args:
-        replace: whether to replace a folder at `path` that is not empty, once the new one is complete.
+        replace: whether to replace a folder at `path`, once the new one is complete.
 
     Raises:
         UserError: there is a folder that may not be replaced; (exit code 1) another process is writing it, or the
             system refused a write.
     """
-    with write_errors(path), ExitStack() as stack:
-        path = Path(os.path.realpath(path)) if path.is_symlink() else path
-        temporary, old = temporary_name(path, "new"), temporary_name(path, "old")
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    new, old = (path.with_name(f".tmp-{mark}-{path.name}") for mark in ("new", "old"))
 
-        def restore_old() -> None:
-            if old.is_dir() and not path.exists():  # an error or a kill came between the two renames below
-                os.rename(old, path)
-            shutil.rmtree(old, ignore_errors=True)
+    def restore_old() -> None:
+        if old.is_dir() and not path.exists():  # an error or a kill came between the two renames below
+            os.rename(old, path)
+        shutil.rmtree(old, ignore_errors=True)
 
-        try:
-            make_folder(temporary)
-        except BaseException:
-            with suppress(OSError):
-                temporary.rmdir()  # fails if another process is writing in it
-            raise
-        stack.enter_context(locked_folder(temporary, path))
-        try:
-            restore_old()
-            for leftover in temporary.iterdir():
-                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-            yield temporary
-            sync_folder(temporary)
-            if replace and path.is_dir() and any(path.iterdir()):
-                os.rename(path, old)
+    with write_errors(path):
+        make_folder(path.parent)
+        new.mkdir(exist_ok=True)
+        with locked_folder(new, path):
             try:
-                os.rename(temporary, path)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                hint = "it did not when this began: choose another -o, or replace it with --force"
-                raise UserError(f"{path} already exists", hint) from None
-            sync_folder(path.parent)
-        except BaseException:
-            restore_old()
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+                restore_old()
+                for leftover in new.iterdir():
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                yield new
+                sync_folder(new)
+                if replace and path.is_dir():
+                    os.rename(path, old)
+                try:
+                    os.rename(new, path)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                    hint = "it did not when this began: choose another -o, or replace it with --force"
+                    raise UserError(f"{path} already exists", hint) from None
+                sync_folder(path.parent)
+            except BaseException:
+                restore_old()
+                shutil.rmtree(new, ignore_errors=True)
+                raise
         shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
-def locked_folder(temporary: Path, path: Path) -> Iterator[None]:
-    """Lock the folder in which `path` is being written, if its file system has locks.
+def locked_folder(new: Path, path: Path) -> Iterator[None]:
+    """Lock the folder that becomes `path`, if its file system has locks.
 
     Raises:
-        UserError: (exit code 1) another process holds the lock, or has renamed or deleted the folder meanwhile.
+        UserError: (exit code 1) another process has locked it.
     """
-    refusal = UserError(f"another process is writing {path}", "wait for it, stop it, or choose another -o", exit_code=1)
+    descriptor = os.open(new, os.O_RDONLY)
     try:
-        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise refusal from None
-    try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise refusal from None
         try:
-            locked = os.path.samestat(os.fstat(descriptor), temporary.lstat())
-        except FileNotFoundError:
-            locked = False
-        if not locked:
-            raise refusal
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is writing {path}", IN_USE, exit_code=1) from None
+        except OSError:
+            pass
+        if not os.path.samestat(os.fstat(descriptor), new.stat()):  # it was renamed to `path` meanwhile
+            raise UserError(f"another process has written {path}", exit_code=1)
         yield
     finally:
         os.close(descriptor)
 
 
-def temporary_name(path: Path, mark: str) -> Path:
-    """A temporary name beside `path`, no longer than the 255 bytes that a name may have."""
-    return path.with_name(f".tmp-{mark}-" + os.fsdecode(os.fsencode(path.name)[:240]))
-
-
-def is_leftover(place: Path) -> bool:
-    """Whether, by its name, a killed process may have left this half-written."""
-    return bool(re.fullmatch(r"\.tmp-([0-9a-f]{8}|new|old)(-.*)?", place.name)) and not place.is_symlink()
+def temporary_name(path: Path) -> Path:
+    """A new temporary name beside `path`."""
+    return path.with_name(f".tmp-{secrets.token_hex(4)}-{path.name}")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what killed processes left half-written in a folder; what a running process is writing is locked, and
-    stays.
-    """
+    """Delete what killed processes left half-written in a folder; the caller holds a lock that keeps others out."""
     for place in folder.glob(".tmp-*"):
-        if is_leftover(place) and not is_locked(place):
-            with suppress(OSError):
-                shutil.rmtree(place) if place.is_dir() else place.unlink()
-
-
-def is_locked(place: Path) -> bool:
-    """Whether a process holds the lock of a file or a folder."""
-    with suppress(OSError):
-        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-    return False
+        with suppress(OSError):
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
 
 
 def make_folder(path: Path) -> None:
@@ -195,12 +155,6 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for folder in reversed(missing):
             sync_folder(folder.parent)
-
-
-def refuse_link(path: Path) -> None:
-    """Refuse (UserError) a link where a run has a folder of its own: what is written there would go elsewhere."""
-    if path.is_symlink():
-        raise UserError(f"{path} is a link (expected a folder)", "put the whole run where there is room, with -o")
 
 
 def rename(path: Path, new: Path) -> None:
@@ -217,7 +171,7 @@ def remove_folder(path: Path) -> None:
     file that another process has open on a cluster's file system) is left under a temporary name.
     """
     with write_errors(path):
-        gone = temporary_name(path, secrets.token_hex(4))
+        gone = temporary_name(path)
         os.rename(path, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
@@ -230,25 +184,7 @@ def remove_file(path: Path) -> None:
 def open_log(path: Path) -> IO[str]:
     """Open a log, to which lines are appended in place: each is passed to the system when it is written."""
     with write_errors(path):
-        return open(path, "a", encoding="utf-8", newline="\n", buffering=1, opener=no_link)
-
-
-def no_link(path: str, flags: int) -> int:
-    """Open a file that changes in place (an `opener` of `open`), without following a link to another file."""
-    return regular(path, flags | os.O_NOFOLLOW)
-
-
-def regular(path: str, flags: int) -> int:
-    """Open a regular file (an `opener` of `open`); anything else is refused, without waiting for a pipe."""
-    refusal = OSError(errno.EINVAL, "it is not a regular file", path)
-    try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        raise (refusal if error.errno == errno.ENXIO else error) from None  # a socket
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise refusal
-    return descriptor
+        return open(path, "a", encoding="utf-8", newline="\n", buffering=1)
 
 
 @contextmanager
@@ -269,13 +205,6 @@ def sync_file(path: Path) -> None:
         os.chmod(path, path.parent.stat().st_mode & 0o666)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-
-
-def drop_cached(path: Path) -> None:
-    """Drop a synced file from the system's cache, where possible, so that the next read comes from the disk."""
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        with open(path, "rb") as file, suppress(OSError):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(path: Path) -> None:
@@ -305,33 +234,21 @@ def json_text(value: Any) -> str:
 # Reading.
 
 
-def exists(path: Path) -> bool:
-    """Whether a path exists; if it cannot be examined, or its name is too long, OSError is raised. (From Python 3.14
-    on, `Path.exists` returns False instead.)
-    """
-    try:
-        path.stat()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        return False
-    return True
-
-
 def size_of(path: Path) -> int | None:
-    """The size of a regular file in bytes; None where there is none. If it cannot be examined, OSError is raised."""
+    """The size of a file in bytes; None where there is none. If it cannot be examined, OSError is raised."""
     try:
-        found = path.stat()
+        return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def open_file(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
     """Open a regular file for reading, as `open` does; all of pkmlm reads files through this. Anything else (a folder,
-    a pipe, a socket, a device) raises OSError: reading it might wait for a writer or never end.
+    a pipe, a device) raises OSError: reading it might wait for a writer or never end.
     """
-    return open(path, mode, opener=regular, **options)
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(path, mode, **options)
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -341,14 +258,7 @@ def read_bytes(path: str | Path) -> bytes:
     return data
 
 
-def read_json(
-    path: Path,
-    what: str,
-    hint: str = MAKE_AGAIN,
-    exit_code: int = 2,
-    *,
-    schema: Any = None,
-) -> Any:
+def read_json(path: Path, what: str, hint: str = MAKE_AGAIN, exit_code: int = 2, *, schema: Any = None) -> Any:
     """Read a JSON file.
 
     Args:
@@ -492,8 +402,8 @@ def check_files(folder: Path, files: dict[str, ManifestEntry], names: Iterable[s
 
 # Locks.
 #
-# Not the package `filelock`: its older versions empty the file that says who holds the lock; where a file system has no
-# locks, it refuses or leaves a file that outlives a kill; and it cannot look at a lock without taking it.
+# Not the package `filelock`: where a file system has no locks, it refuses or leaves a file that outlives a kill; and it
+# cannot look at a lock without taking it.
 
 
 @contextmanager
@@ -507,20 +417,18 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
         UserError: (exit code 1) another process holds it; `what` names what is locked.
     """
     with write_errors(path):
-        file = open(path, "a+b", buffering=0, opener=no_link)  # noqa: SIM115 (closing releases the lock)
+        file = open(path, "a+b", buffering=0)  # noqa: SIM115 (closing releases the lock)
     with file:
-        until = time.monotonic() + LOCK_PATIENCE
-        while True:
+        for last in (False, True):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > until:
+                if last:
                     file.seek(0)
                     holder = file.read(100).decode(errors="replace").strip() or "another process"
-                    hint = "wait for it, stop it, or choose another -o"
-                    raise UserError(f"{what} is in use by {holder}", hint, exit_code=1) from None
-                time.sleep(LOCK_PATIENCE / 20)
+                    raise UserError(f"{what} is in use by {holder}", IN_USE, exit_code=1) from None
+                time.sleep(LOCK_PATIENCE)
             except OSError:  # often on a cluster's file system
                 warn(f"{path.parent}: this file system has no locks, so nothing keeps a second process out of {what}")
                 break
@@ -530,7 +438,7 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
 
         def keeps() -> bool:
             with suppress(OSError):
-                return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+                return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
             return False
 
         yield keeps

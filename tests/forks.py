@@ -42,17 +42,17 @@ class Children:
     def __init__(self, server: "Forks", pids: list[int]):
         self.server, self.pids, self.began = server, pids, time.monotonic()
 
-    def running(self) -> bool:
-        """Whether the first still runs (a zombie does not)."""
+    def running(self, rank: int = 0) -> bool:
+        """Whether one of them still runs (a zombie does not)."""
         try:
-            return Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
         except OSError:
             return False
 
-    def signal(self, number: int) -> None:
-        """Send the first a signal, unless it has ended."""
-        if self.running():
-            os.kill(self.pids[0], number)
+    def signal(self, number: int, rank: int = 0) -> None:
+        """Send one of them a signal, unless it has ended."""
+        if self.running(rank):
+            os.kill(self.pids[rank], number)
 
     def end(self) -> list[Ended]:
         """Wait until all have ended."""

@@ -20,7 +20,7 @@ from pkmlm.signals import interrupt_after_imports
 # A file that does not or cannot exist: the user has given a wrong name (exit code 2).
 WRONG_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 # Standard output takes no more: a closed pipe, a full disk.
-OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 COMMANDS = {  # each is in the module of its name
     "tokenize": "Learn a tokenizer and turn text into tokens.",

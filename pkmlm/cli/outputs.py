@@ -7,7 +7,6 @@ import click
 
 from pkmlm.cli.options import given
 from pkmlm.errors import UserError
-from pkmlm.files import exists, is_leftover, remove_leftovers
 
 
 def free_file(option: str, path: str | None, force: bool) -> Path | None:
@@ -19,7 +18,7 @@ def free_file(option: str, path: str | None, force: bool) -> Path | None:
     if path is None:
         return None
     file = Path(path)
-    if (exists(file) and not file.is_file()) or not file.parent.is_dir():
+    if (file.exists() and not file.is_file()) or not file.parent.is_dir():
         raise UserError(f"{option} {path}: no file can be written there (expected a name in an existing folder)")
     refuse_read_only(f"{option} {path}", file.parent)
     if file.exists() and not force:
@@ -46,7 +45,7 @@ def refuse_fixed(shown: str, folder: Path) -> None:
     what = "the working directory" if folder == Path.cwd() else "a mount point" if folder.is_mount() else ""
     if what:
         raise UserError(f"-o {shown} is {what} (expected a folder that can be replaced)", "name a folder in it")
-    above = next(each for each in folder.parents if exists(each))
+    above = next(each for each in folder.parents if each.exists())
     if not above.is_dir():
         raise UserError(f"-o {shown}: {above} is not a folder")
     refuse_read_only(f"-o {shown}", above)
@@ -67,13 +66,11 @@ def free_folder(path: str | None, force: bool) -> Path | None:
                 raise UserError(f"{option} requires --plots", "give a folder for pictures: --plots DIR")
         return None
     folder = Path(path)
-    if exists(folder) and not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise UserError(f"--plots {path} is a file (expected a folder)")
     refuse_read_only(f"--plots {path}", next(each for each in (folder, *folder.absolute().parents) if each.exists()))
-    if folder.exists():
-        if not force and not all(map(is_leftover, folder.iterdir())):
-            raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
-        remove_leftovers(folder)
+    if folder.exists() and any(folder.iterdir()) and not force:
+        raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
     return folder
 
 
@@ -87,11 +84,10 @@ def free_tokens(shown: str, force: bool) -> Path:
         raise UserError("-o '': the name is empty (expected that of a folder)")
     folder = Path(os.path.realpath(shown))
     refuse_fixed(shown, folder)
-    if not (exists(folder) or folder.is_symlink()):
+    if not folder.exists():
         return folder
     if not folder.is_dir():
-        what = "a circular link" if folder.is_symlink() else "a file"
-        raise UserError(f"-o {shown} is {what} (expected a folder, or nothing)")
+        raise UserError(f"-o {shown} is a file (expected a folder, or nothing)")
     names = sorted(entry.name for entry in folder.iterdir())
     if names and not force:
         raise UserError(f"-o {shown} already exists", "choose another folder, or replace it with --force")

@@ -36,7 +36,6 @@ from pkmlm.files import (
     MANIFEST,
     check_files,
     entry_of,
-    exists,
     read_json,
     read_manifest,
     write_json,
@@ -72,7 +71,7 @@ def check_free(path: Path, force: bool) -> None:
     Raises:
         UserError: it is a file; it is not empty, and `force` is false, it is not an export, or it holds other files.
     """
-    if exists(path) and not path.is_dir():
+    if path.exists() and not path.is_dir():
         raise UserError(f"-o {path} is a file (expected a folder)")
     entries = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     if entries and not force:
@@ -226,7 +225,7 @@ def verify(path: Path) -> None:
     if CONFIG not in files or files.keys().isdisjoint(TOKENIZERS) or any("/" in name for name in files):
         raise UserError(f"{path / MANIFEST} is not the manifest of an export", CHANGED, exit_code=1)
     for name in files:
-        if not exists(path / name):  # deleting the manifest would not help
+        if not (path / name).exists():  # deleting the manifest would not help
             raise UserError(f"{path / name} is missing", HINT, exit_code=1)
     check_files(path, files, files, CHANGED)
 

@@ -34,7 +34,7 @@ def test_too_many_open_files_are_no_mistake_of_the_user(command, trained, tmp_pa
     request.getfixturevalue("no_more_files")
     said = pkmlm(command, *words[command], code=1).stderr
     assert said.startswith("error: ")
-    assert "Too many open files" in said
+    assert "open files" in said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold address space to a limit")

@@ -72,8 +72,6 @@ def test_a_text_of_several_documents_and_what_people_read(trained, tmp_path: Pat
     assert (found["split"], found["documents"]) == ("twelve.jsonl", 12)
     assert (found["interval"]["over"], found["interval"]["units"]) == ("documents", 12)
     arguments = (trained("flat-key"), "--text", text, "--dense", trained("dense"), *FEW)
-    (tmp_path / "plots").mkdir()
-    (tmp_path / "plots/.tmp-0123abcd-left.png").write_bytes(b"")
     shown = pkmlm("probe", *arguments, "--plots", tmp_path / "plots").stdout
     assert all(len(line) <= 80 for line in shown.splitlines()), shown
     for name in ("real", "dense", *PROBES):

@@ -1,122 +1,68 @@
-"""Corruptions of checkpoints and of tokens: each must be found, in one line, with the right exit code."""
+"""Damage of checkpoints and of tokens, as a disk or a copy does it: each is found and told in one line."""
 
-import json
 import random
+import re
 import shutil
 from pathlib import Path
 
-from pkmlm.errors import UserError
-from pkmlm.runs.checkpoint import verify
-from tests.torture.oracle import STEPS, Ground
-from tests.torture.words import said_by
+from tests.forks import Ended
+from tests.torture.oracle import Ground
 
-REGIONS = 8  # of a file, in each of which bits are flipped
+STOPPED = 9  # the step of the checkpoint that is damaged; two intact ones are below it
 
 
-def spoil(folder: Path, draw: random.Random) -> str:
-    """Do one thing to the files of a folder; say what. No two kinds undo each other."""
-    names = sorted(path.name for path in folder.iterdir())
-    path = folder / draw.choice(names)
+def spoil(path: Path, draw: random.Random) -> str:
+    """Do one thing to a file; say what."""
     data = bytearray(path.read_bytes())
-    kind = draw.choice(("flip", "flip", "flip", "flip", "truncate", "zero", "swap", "missing", "extra", "grow"))
-    if kind == "flip":
-        region = draw.randrange(REGIONS)
-        place = min(len(data) - 1, len(data) * region // REGIONS + draw.randrange(max(1, len(data) // REGIONS)))
-        data[place] ^= 1 << draw.randrange(8)
-        path.write_bytes(data)
-        return f"{path.name}: bit flipped in byte {place}"
-    if kind == "truncate":
-        path.write_bytes(data[: draw.choice((0, 1, len(data) // 2, len(data) - 2))])  # JSON may lack its last newline
-    elif kind == "zero":
-        start = draw.randrange(len(data))
-        stop = min(len(data), start + draw.choice((1, 64, 4096)))
-        if not any(data[start:stop]):
-            return spoil(folder, draw)
-        data[start:stop] = bytes(stop - start)
-        path.write_bytes(data)
-    elif kind == "swap":
-        other = folder / draw.choice([name for name in names if name != path.name])
-        path.write_bytes(other.read_bytes())
-        other.write_bytes(data)
-    elif kind == "missing":
+    kind = draw.choice(("flip", "flip", "flip", "flip", "cut", "zero", "missing"))
+    if kind == "missing":
         path.unlink()
-    elif kind == "extra":
-        path = folder / draw.choice(("train-00007.bin", "test.documents", "valid-00001.bin"))
-        if "state.json" in names:
-            path = folder / f"weights-1-of-{draw.choice((2, 3))}.safetensors"
-        path.write_bytes(b"more")
+        return "missing"
+    place = draw.randrange(len(data))
+    if kind == "cut":
+        del data[min(place, len(data) - 2) :]  # JSON may lack its last newline
+    elif kind == "zero" and any(data[place : place + 512]):  # as a power cut leaves blocks
+        data[place : place + 512] = bytes(len(data[place : place + 512]))
     else:
-        path.write_bytes(data + draw.choice((b"\0", b"x" * 100)))
-    return f"{path.name}: {kind}"
+        kind = "flip"
+        data[place] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+    return kind
 
 
 def spoil_checkpoint(ground: Ground, number: int) -> tuple[bool, str]:
-    """Spoil the newest checkpoint of a run (or its tokenizer) and evaluate it; moments alone are looked at as training
-    does, before it reads them."""
-    draw = random.Random(number)
-    run = ground.folder / "spoilt-run"
-    if not run.exists():
-        shutil.copytree(ground.reference("product-key"), run)
-    folder, sound = run / "checkpoints" / f"step-{STEPS:08d}", ground.reference("product-key")
-    if number % 20 == 0:  # the tokenizer that the run keeps
-        path = run / "tokenizer.model"
-        data = bytearray(path.read_bytes())
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        path.write_bytes(data)
-        what = "tokenizer.model of the run"
-    elif number % 20 == 1:  # another checkpoint under this one's name
-        shutil.rmtree(folder)
-        shutil.copytree(sound / "checkpoints" / f"step-{draw.choice((3, 6, 9)):08d}", folder)
-        what = "another step's checkpoint"
-    else:
-        what = spoil(folder, draw)
-    code, said = said_by("eval", run, "--split", "valid")
-    of_moments = what.startswith("optimizer.") and not what.endswith("swap")  # of no interest but to training
-    # So is what the manifest says of the optimizer's file; all else of a manifest, evaluation must refuse.
-    of_moments |= code == 0 and what.startswith("manifest.json: bit") and only_optimizer_differs(folder, sound)
-    told = of_moments and damage_of(folder)
-    shutil.rmtree(folder)
-    shutil.copytree(sound / "checkpoints" / folder.name, folder)
-    shutil.copy(sound / "tokenizer.model", run)
-    if of_moments:
-        right = code == 0 and bool(told)
-        return right, "moments" if right else f"{what}: evaluation exit {code}, training told {told!r}"
-    return judged(code, said, {1, 2}, what)
-
-
-def only_optimizer_differs(folder: Path, sound: Path) -> bool:
-    """Whether a manifest differs from that of the sound run in the entry of the optimizer's file alone."""
-    found, whole = (
-        json.loads((place / "manifest.json").read_text()) for place in (folder, sound / "checkpoints" / folder.name)
-    )
-    for manifest in (found, whole):
-        manifest["files"].pop("optimizer.safetensors")
-    return bool(found == whole)
-
-
-def damage_of(folder: Path) -> str:
-    """What training says of a checkpoint before it reads it; nothing where it is whole."""
-    try:
-        verify(folder)
-    except UserError as error:
-        return error.message
-    return ""
+    """Spoil the newest checkpoint of a run that was stopped, evaluate it and resume the run. The evaluation is refused,
+    unless it does not read what is damaged: the optimizer's file, and its line in the manifest. The resume falls back
+    on an older checkpoint, or refuses one of another version.
+    """
+    draw, run = random.Random(number), ground.stopped_at("product-key", STOPPED, ground.folder / "spoilt-run")
+    path = draw.choice(sorted((run / "checkpoints" / f"step-{STOPPED:08d}").iterdir()))
+    what = f"{path.name}: {spoil(path, draw)}"
+    ended = ground.forks.pkmlm("eval", run, "--split", "valid", code=None)
+    passed_over = ended.code == 0 and path.name in ("manifest.json", "optimizer.safetensors")
+    lost = [] if passed_over or refused(ended, (1, 2)) else [f"eval: exit {ended.code}, said {ended.stderr[-300:]!r}"]
+    ended = ground.train("product-key", run, "-q", code=None)
+    if path.name != "manifest.json" or not refused(ended, (2,)):
+        lost += [] if re.match(r"warning: .*damaged", ended.stderr) else [f"train said {ended.stderr[-300:]!r}"]
+        found = ground.differences("product-key", run) if ended.code == 0 else [f"train: exit {ended.code}"]
+        lost += [name for name in found if name != "warn"]
+    return not lost, f"{what}: {', '.join(lost)}" if lost else what.rpartition(" ")[2]
 
 
 def spoil_tokens(ground: Ground, number: int) -> tuple[bool, str]:
     """Spoil a folder of tokens and look at the first step of a training on it, every byte checked first."""
-    draw = random.Random(number)
-    folder = ground.folder / "spoilt-tokens"
+    draw, folder = random.Random(number), ground.folder / "spoilt-tokens"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ground.tokens, folder)
-    what = spoil(folder, draw)
-    code, said = said_by("train", ground.recipe("hash"), "-s", f"data.dir={folder}", "--verify", "--dry-run")
-    return judged(code, said, {2}, what)
+    path = draw.choice(sorted(folder.iterdir()))
+    what = f"{path.name}: {spoil(path, draw)}"
+    words = ("train", ground.recipe("hash"), "-s", f"data.dir={folder}", "--verify", "--dry-run")
+    ended = ground.forks.pkmlm(*words, code=None)
+    right = refused(ended, (2,))
+    return right, what.rpartition(" ")[2] if right else f"{what}: exit {ended.code}, said {ended.stderr[-300:]!r}"
 
 
-def judged(code: int, said: str, codes: set[int], what: str) -> tuple[bool, str]:
+def refused(ended: Ended, codes: tuple[int, ...]) -> bool:
     """Whether a command said in one line (and a hint) that something is wrong, and ended with one of `codes`."""
-    lines = [line for line in said.splitlines() if not line.startswith("hint: ")]
-    told = len(lines) == 1 and lines[0].startswith("error: ") and lines[0].isprintable()
-    right = code in codes and told
-    return right, what.split(":")[-1].split(" in byte")[0] if right else f"{what}: exit {code}, said {said[-300:]!r}"
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("hint: ")]
+    return ended.code in codes and len(lines) == 1 and lines[0].startswith("error: ") and lines[0].isprintable()

@@ -1,5 +1,6 @@
 """What a forked child does."""
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -21,14 +22,14 @@ def command(
 
     Args:
         disk: of `Disk`.
-        phases: a file to mark phases in.
+        phases: a file to mark the phases of the first rank in.
         memory, file_size: limits in bytes (memory: beyond what the process has when it begins).
         init_scale: the loss scale that fp16 begins with; large ones make the first steps overflow.
         drop: what a resume forgets, see `tests.torture.oracle`.
     """
     from pkmlm.cli import main
 
-    if phases:
+    if phases and os.environ.get("RANK", "0") == "0":
         places = TOKENIZING if words[0] == "tokenize" else TRAINING
         Phases(Path(phases), phases_of(places)).watch(places)
     if init_scale:

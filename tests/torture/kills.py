@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pkmlm.files import temporary_name
 from tests.torture.oracle import INIT_SCALE, KINDS, Ground
 from tests.torture.phases import TOKENIZING, TRAINING, Phases, phases_of
 
@@ -41,24 +40,30 @@ AIMS = {
 OFTEN = {"step", "validate", "tensors", "manifest", "verify", "prune", "point", "log"}
 
 
-def kill(ground: Ground, words: list[object], aim: str, draw: random.Random, **arguments: Any) -> str | None:
-    """Run a command and kill it (SIGKILL) about where `aim` says; the phase that it was in, or None if it had ended."""
+def kill(
+    ground: Ground, words: list[object], aim: str, draw: random.Random, ranks: int = 1, **arguments: Any
+) -> str | None:
+    """Run a command and kill it (SIGKILL) about where `aim` says; the phase that it was in, or None if it had ended. Of
+    several ranks, one is killed and then the others, as a launcher does.
+    """
     kind = str(words[0])
     phases = Phases(ground.folder / f"phases-{kind}", phases_of(TOKENIZING if kind == "tokenize" else TRAINING))
     phases.clear()
     times = draw.randint(1, 4) if aim in OFTEN else 1
     delay = draw.random() * AIMS[kind][aim]
     path = str(ground.folder / f"phases-{kind}")
-    child = ground.forks.start("command", words=[str(word) for word in words], phases=path, **arguments)
+    given = [str(word) for word in words]
+    child = ground.forks.start("command", size=ranks, words=given, phases=path, **arguments)
     until = time.monotonic() + 20
     while aim != "outside" and phases.times(aim) < times and time.monotonic() < until:
         time.sleep(0.0001)
         if time.monotonic() - child.began > 0.3 and not child.running():
             break
     time.sleep(delay)
-    child.signal(signal.SIGKILL)
-    (ended,) = child.end()
-    return phases.now() if ended.code == -signal.SIGKILL else None
+    for rank in draw.sample(range(ranks), ranks):
+        child.signal(signal.SIGKILL, rank)
+        time.sleep(draw.random() * 0.1)
+    return phases.now() if any(ended.code == -signal.SIGKILL for ended in child.end()) else None
 
 
 def kill_training(ground: Ground, number: int) -> tuple[bool, str]:
@@ -70,7 +75,7 @@ def kill_training(ground: Ground, number: int) -> tuple[bool, str]:
     while phase is None:  # it had ended before the kill came: aim again
         shutil.rmtree(run, ignore_errors=True)
         words = ["train", ground.recipe(kind), "-o", run]
-        phase = kill(ground, words, aim, draw, init_scale=INIT_SCALE)
+        phase = kill(ground, words, aim, draw, KINDS[kind][2], init_scale=INIT_SCALE)
     ended = ground.train(kind, run, code=None)
     lost = [f"exit {ended.code}: {ended.stderr[-200:]}"] if ended.code else ground.differences(kind, run)
     return not lost, f"{kind} {phase}" if not lost else f"{kind} {phase}: {', '.join(lost)[:300]}"
@@ -109,7 +114,7 @@ def whole(ground: Ground, out: Path, force: bool) -> bool:
     the name from which the next attempt takes them back.
     """
     if not out.exists():
-        return not force or same(temporary_name(out, "old"), older_tokens(ground))
+        return not force or same(out.with_name(f".tmp-old-{out.name}"), older_tokens(ground))
     return same(out, ground.tokens) or (force and same(out, older_tokens(ground)))
 
 

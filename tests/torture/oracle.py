@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.forks import CRASHED, ROOT, Forks
+from tests.forks import CRASHED, ROOT, Ended, Forks
 
 STEPS = 12
 RECIPE = """name: torture-{kind}
@@ -26,16 +26,18 @@ eval: {{every: 4, tokens: 200}}
 checkpoint: {{every: 3}}
 log: {{every: 3}}
 """
-KINDS = {
-    "product-key": ("memory: {kind: product-key, layers: 2, num_keys: 8, heads: 2, topk: 3, key_dim: 8}", "fp16"),
-    "hash": ("projections: hash\n  hash: {bits: 4, extra_bits: 2}", "fp32"),
+MEMORY = "memory: {kind: product-key, layers: 2, num_keys: 8, heads: 2, topk: 3, key_dim: 8}"
+KINDS = {  # of runs: the memory, the precision, the number of ranks
+    "product-key": (MEMORY, "fp16", 1),
+    "hash": ("projections: hash\n  hash: {bits: 4, extra_bits: 2}", "fp32", 1),
+    "two-ranks": (MEMORY, "fp32", 2),
 }
 INIT_SCALE = 2.0**25  # fp16's first steps overflow, so that skips and the scale are worth saving
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What trials begin from: a text, its tokens, and for each kind of model a recipe and a run that nobody hurt."""
+    """What trials begin from: a text, its tokens, and for each kind of run a recipe and a run that nobody hurt."""
 
     folder: Path
     forks: Forks
@@ -54,10 +56,14 @@ class Ground:
     def reference(self, kind: str) -> Path:
         return self.folder / f"{kind}-reference"
 
-    def train(self, kind: str, run: Path, *words: object, code: int | None = 0, **arguments: Any) -> Any:
-        """Train in a child; another code than the expected one is an AssertionError."""
-        words = ("train", self.recipe(kind), "-o", run, *words)
-        return self.forks.pkmlm(*words, code=code, init_scale=INIT_SCALE, **arguments)
+    def train(self, kind: str, run: Path, *words: object, code: int | None = 0, **arguments: Any) -> Ended:
+        """Train in a child for each rank; the end of the first. Another code than the expected one is an
+        AssertionError.
+        """
+        given = [str(word) for word in ("train", self.recipe(kind), "-o", run, *words)]
+        ended = self.forks.run("command", size=KINDS[kind][2], words=given, init_scale=INIT_SCALE, **arguments)
+        assert code is None or all(one.code == code for one in ended), f"{given}: {ended}"
+        return ended[0]
 
     def make(self) -> "Ground":
         """Make what is not there yet."""
@@ -74,11 +80,12 @@ class Ground:
         self.forks.pkmlm(*warm, here=True)
         if not self.tokens.exists():
             self.forks.pkmlm("tokenize", self.text, "--valid", valid, "-o", self.tokens, "--vocab-size", 350)
-        for kind, (memory, precision) in KINDS.items():
+        for kind, (memory, precision, ranks) in KINDS.items():
             text = RECIPE.format(kind=kind, tokens=self.tokens, memory=memory, precision=precision, steps=STEPS)
             self.recipe(kind).write_text(text)
             shutil.rmtree(self.folder / "warm", ignore_errors=True)
-            self.forks.pkmlm("train", self.recipe(kind), "-o", self.folder / "warm", here=True)
+            if ranks == 1:
+                self.forks.pkmlm("train", self.recipe(kind), "-o", self.folder / "warm", here=True)
             if not self.reference(kind).exists():
                 self.train(kind, self.reference(kind), "-s", "checkpoint.keep=100")
         return self
