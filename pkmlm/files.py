@@ -197,16 +197,6 @@ def write_errors(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {where}: {error.strerror or error}", exit_code=1) from error
 
 
-def sync_file(path: Path) -> None:
-    """Sync a file that a library has written into a new folder, and give it the permissions of a new file. They follow
-    from the folder's: the process's umask can be read only by changing it, for other threads too.
-    """
-    with write_errors(path):
-        os.chmod(path, path.parent.stat().st_mode & 0o666)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-
-
 def sync_folder(path: Path) -> None:
     """Make renames in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -26,6 +26,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import CHECKPOINT_VERSION, RECIPE, STATE, Progress
 
 SPARE = 1 << 28  # bytes that a copy leaves free
+PATIENCE = 10.0  # seconds of waiting before it is said
 
 
 @dataclass
@@ -131,6 +132,9 @@ class Saver:
             SystemExit: that happened on another rank.
         """
         if self.thread is not None:
+            self.thread.join(PATIENCE)
+            if self.thread.is_alive():
+                self.say("waiting until the checkpoint is written")
             self.thread.join()
             self.thread = None
         if self.failure is not None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pkmlm.evaluate.load import load_run
+from pkmlm.files import entry_of, write_json
 from tests.conftest import ROOT, pkmlm
 
 KINDS = ("dense", "product-key", "hash")
@@ -107,7 +109,7 @@ def test_commands_take_it_in_place_of_the_run(exports, trained, kind):
         json.loads(pkmlm("usage-report", path, "--format", "json").stdout)["runs"][0] for path in (run, folder)
     )
     ours.pop("source")
-    assert its == ours
+    assert its == ours | {"checkpoint": ""}
     assert {path.name for path in folder.iterdir()} == FILES
 
 
@@ -205,11 +207,20 @@ def test_what_does_not_fit_its_bits_is_refused(trained, tmp_path):
         assert named in pkmlm("eval", folder, code=1).stderr
 
 
+def write_checkpoint_recipe(run: Path, recipe: dict[str, Any]) -> None:
+    """Write the recipe of the last checkpoint, and what its manifest says of it."""
+    folder = run / "checkpoints/step-00000030"
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["recipe.yaml"] = entry_of(folder / "recipe.yaml")
+    write_json(folder / "manifest.json", manifest)
+
+
 def test_the_card_says_what_the_model_is(trained, tmp_path):
     run = shutil.copytree(trained("product-key"), tmp_path / "my-run")
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     recipe["train"]["init_from"] = str(trained("dense"))
-    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_checkpoint_recipe(run, recipe)
     found = json.loads(pkmlm("eval", run, "--json").stdout)["perplexity"]
     pkmlm("export", run, "-o", tmp_path / "exported")
     card = (tmp_path / "exported/README.md").read_text()
@@ -223,7 +234,7 @@ def test_the_card_says_what_the_model_is(trained, tmp_path):
     assert f"- first 600 tokens of the valid split: perplexity {valid['token_ppl']:,.2f} per token" in card
     assert "max_new_tokens=16)" in card, "the context is 32"
     recipe["eval"]["tokens"] = None
-    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_checkpoint_recipe(run, recipe)
     pkmlm("export", run, "-o", tmp_path / "unlimited")
     assert f"- valid split: perplexity {valid['token_ppl']:,.2f}" in (tmp_path / "unlimited/README.md").read_text()
     found = json.loads(pkmlm("eval", run, "--split", "valid", "--json").stdout)["perplexity"]

@@ -86,7 +86,7 @@ def test_export_equals_a_plain_count_slot_by_slot(trained, tmp_path: Path) -> No
         of_memory = {f"2.memory.{name}" for name in ("counts", "masses", "tokens")}
         assert set(arrays) == {"run", "step", "split", "sha256"} | of_memory
         assert (str(arrays["run"]), int(arrays["step"]), str(arrays["split"])) == ("product-key", 30, "test")
-        assert str(arrays["sha256"]) == entry["source"]["checkpoint"]
+        assert str(arrays["sha256"]) == entry["checkpoint"]
         assert int(arrays["2.memory.tokens"]) == entry["memories"][0]["tokens"]
         expected = [[counts[slot][head] for slot in range(256)] for head in range(2)]
         # A near tie of two keys may fall either way in a batch of another shape.

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from pkmlm.data.batches import Batches
-from pkmlm.data.corpus import Corpus
+from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
@@ -24,7 +24,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import read_metrics
 from pkmlm.signals import StopRequest
 from pkmlm.train.dry_run import dry_run
-from pkmlm.train.job import open_job
+from pkmlm.train.job import Job, open_job
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.step import TrainState

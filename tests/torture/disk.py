@@ -1,7 +1,7 @@
 """A disk that crashes or fails before the n-th operation, and one that remembers their order.
 
 Operations are what the project does to files through Python: open for writing, write, fsync, rename, mkdir,
-unlink, rmdir, and the library call that writes tensors. To be used in a process of its own: nothing is put back.
+unlink and rmdir. To be used in a process of its own: nothing is put back.
 """
 
 import builtins
@@ -31,14 +31,11 @@ class Disk:
 
     def install(self) -> None:
         """Put every operation of this process under watch."""
-        import pkmlm.runs.checkpoint as checkpoint
-
         paths = getattr(pathlib, "_normal_accessor", None)  # Python 3.10's Path has references of its own
         for name in ("replace", "rename", "mkdir", "unlink", "rmdir", "fsync"):
             setattr(os, name, self._watched(name, getattr(os, name)))
             if hasattr(paths, name):
                 setattr(paths, name, getattr(os, name))
-        checkpoint.save_file = self._tensors(checkpoint.save_file)  # type: ignore[assignment]
         real = builtins.open
 
         def watched_open(path: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
@@ -54,7 +51,7 @@ class Disk:
         self.count += 1
         if self.trace is not None:
             os.write(self.trace, f"{self.count} {name} {path} {other}\n".encode())
-        room = name in ("open", "write", "mkdir", "tensors")
+        room = name in ("open", "write", "mkdir")
         if self.at and (self.count == self.at or (self.how == "ENOSPC" and room and self.count > self.at)):
             half()
             if self.how == "crash":
@@ -67,22 +64,6 @@ class Disk:
             shown = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else path
             self.step(name, shown, other=rest[0] if rest and name in ("replace", "rename") else "")
             return real(path, *rest, **named)
-
-        return watched
-
-    def _tensors(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        from safetensors import SafetensorError
-
-        def watched(tensors: Any, path: Any, metadata: Any = None) -> None:
-            def half() -> None:
-                real(tensors, path, metadata)
-                os.truncate(path, os.path.getsize(path) // 2)
-
-            try:
-                self.step("tensors", path, half)
-            except OSError as error:  # in the library's words
-                raise SafetensorError(f"I/O error: {error.strerror} (os error {error.errno})") from None
-            real(tensors, path, metadata)
 
         return watched
 

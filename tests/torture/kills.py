@@ -18,9 +18,9 @@ AIMS = {
         "build": 0.02,
         "step": 0.02,
         "validate": 0.03,
+        "write": 0.01,
         "tensors": 0.003,
         "manifest": 0.003,
-        "verify": 0.004,
         "prune": 0.004,
         "point": 0.003,
         "log": 0.001,
@@ -37,7 +37,7 @@ AIMS = {
 }
 
 
-OFTEN = {"step", "validate", "tensors", "manifest", "verify", "prune", "point", "log"}
+OFTEN = {"step", "validate", "write", "tensors", "manifest", "prune", "point", "log"}
 
 
 def kill(

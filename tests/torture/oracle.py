@@ -117,11 +117,11 @@ def state_of(run: Path) -> dict[str, Any]:
         chosen = [line for line in lines if line["event"] == event]
         state[event] = [exact({k: v for k, v in line.items() if k != "tokens_per_second"}) for line in chosen]
     for folder in run.glob("checkpoints/step-*"):
-        for name in ("weights", "optimizer"):
+        for name in ("weights", "optimizer", "drift"):
             data = (folder / f"{name}.safetensors").read_bytes()
             state[f"{folder.name}: {name}"] = hashlib.sha256(data).hexdigest()
         progress = json.loads((folder / "state.json").read_text())
-        passed = ("seconds", "run", "validations")  # what validations have shown, `best` and the events say
+        passed = ("seconds", "validations")  # what validations have shown, `best` and the events say
         state[f"{folder.name}: progress"] = exact({k: v for k, v in progress.items() if k not in passed})
     state.update({name: (run / name).read_text() for name in ("best", "latest", "done")})
     facts = json.loads((run / "run.json").read_text())
@@ -141,18 +141,18 @@ def exact(value: Any) -> Any:
 
 def saved_items(run: Path, step: int) -> list[str]:
     """Everything that a checkpoint saves and training goes on with, one by one; and the log, without which it is not
-    whole. The seconds are told alone; the run, its recipe and the hashes of its data decide whether it goes on at all;
-    what validations have shown has tests of its own.
+    whole. The seconds are told alone; the recipe, the vocabulary's size and the hashes of its data decide whether it goes
+    on at all; what validations have shown has tests of its own.
     """
     from safetensors import safe_open
 
     folder = run / "checkpoints" / f"step-{step:08d}"
     items = []
-    for name in ("weights", "optimizer"):
+    for name in ("weights", "optimizer", "drift"):
         with safe_open(folder / f"{name}.safetensors", framework="np") as file:
             items += [f"{name}:{tensor}" for tensor in file.keys()]  # noqa: SIM118
     state = json.loads((folder / "state.json").read_text())
-    passed = ("seconds", "data", "run", "recipe", "validations")
+    passed = ("seconds", "data", "vocab_size", "validations")
     kept = [key for key in state if key not in passed and state[key]]
     return [*items, *(f"state:{key}" for key in kept), "log:metrics.jsonl"]
 
@@ -175,6 +175,13 @@ def forget(item: str) -> None:
             return progress
 
         checkpoint.read_progress = read_progress
+    elif kind == "drift":
+        import torch
+
+        read_drift = checkpoint.load_drift
+        checkpoint.load_drift = lambda path: {
+            tensor: torch.zeros_like(value) if tensor == name else value for tensor, value in read_drift(path).items()
+        }
     else:
         load = checkpoint.load_tensors
 

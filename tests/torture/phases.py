@@ -3,6 +3,7 @@
 import functools
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ TRAINING = (
     ("pkmlm.train.loop.Training", "_restore", "restore"),
     ("pkmlm.train.loop.Training", "_train_step", "step"),
     ("pkmlm.train.loop.Training", "_validate", "validate"),
-    ("pkmlm.runs.checkpoint", "write_tensors", "tensors"),
-    ("pkmlm.runs.checkpoint", "write_json", "manifest"),
-    ("pkmlm.runs.checkpoint", "verify", "verify"),
-    ("pkmlm.runs.checkpoint", "prune", "prune"),
-    ("pkmlm.runs.directory.RunDirectory", "point", "point"),
+    ("pkmlm.runs.saving.Saver", "_write", "write"),
+    ("pkmlm.runs.saving", "write_tensors", "tensors"),
+    ("pkmlm.runs.saving", "write_json", "manifest"),
+    ("pkmlm.train.loop", "prune", "prune"),
+    ("pkmlm.runs.directory.RunDirectory", "set_pointer", "point"),
     ("pkmlm.train.log.TrainingLog", "event", "log"),
 )
 TOKENIZING = (
@@ -31,7 +32,8 @@ TOKENIZING = (
 
 
 class Phases:
-    """Marks: byte i of the file is how often phase i has been entered (at most 255); the first byte is the phase.
+    """Marks: byte i of the file is how often phase i has been entered (at most 255); the first byte is the phase of the
+    main thread, the last that of the thread that writes checkpoints.
 
     Args:
         path: the file.
@@ -47,7 +49,7 @@ class Phases:
         os.close(descriptor)
 
     def now(self) -> str:
-        return self.names[self.map[0]]
+        return self.names[self.map[-1] or self.map[0]]
 
     def times(self, name: str) -> int:
         return self.map[self.names.index(name)]
@@ -68,13 +70,14 @@ class Phases:
     def _marked(self, function: Callable[..., Any], number: int) -> Callable[..., Any]:
         @functools.wraps(function)
         def marked(*arguments: Any, **named: Any) -> Any:
-            before = self.map[0]
+            place = 0 if threading.current_thread() is threading.main_thread() else 255
+            before = self.map[place]
             self.map[number] = min(255, self.map[number] + 1)
-            self.map[0] = number
+            self.map[place] = number
             try:
                 return function(*arguments, **named)
             finally:
-                self.map[0] = before
+                self.map[place] = before
 
         return marked
 

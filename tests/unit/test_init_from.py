@@ -150,7 +150,7 @@ def test_a_run_without_any_tensor_of_the_model_is_refused(trained, tmp_path):
     run = Path(shutil.copytree(trained("dense"), tmp_path / "run"))
     for path in (run / "checkpoints").iterdir():
         file, manifest = path / "weights.safetensors", read_json(path / MANIFEST, "the manifest")
-        write_tensors(file, {f"old.{name}": tensor for name, tensor in load_file(file).items()})
+        write_tensors(file, {f"old.{name}": tensor.clone() for name, tensor in load_file(file).items()})
         manifest["files"][file.name] = entry_of(file)
         write_json(path / MANIFEST, manifest)
     with pytest.raises(UserError, match=r"^train.init_from: .*weights.safetensors has no tensor"):

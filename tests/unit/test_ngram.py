@@ -15,6 +15,7 @@ from pkmlm.analysis.ngrams import NGrams, collisions
 from pkmlm.data import canonical
 from pkmlm.data.canonical import canonical_ids, canonical_sha256, canonical_text
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.evaluate.likelihood import Window, attention_layout, build_prefix_tree
@@ -29,6 +30,8 @@ from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Model, NGram, Optim, Recipe, Train
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.record import read_progress
+from pkmlm.runs.saving import Saver
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from tests.conftest import pkmlm
 from tests.golden.test_curves import MODELS
@@ -360,14 +363,15 @@ def test_a_map_that_is_not_the_runs_is_refused(tmp_path, trained, monkeypatch):
     shutil.copytree(trained("ngram"), tmp_path / "run")
     run = RunDirectory(tmp_path / "run")
     canonical_V = load_run(run.path).model.ngram_ids.canonical_V
-    assert checkpoint.read_progress(run.checkpoint(30)).data["canonical"] == canonical_sha256(canonical_V)
+    assert read_progress(run.checkpoint(30)).data["canonical"] == canonical_sha256(canonical_V)
     recipe = run.recipe()
     model = build_model(recipe, 600)
     optimizer, tables = optimizer_state(parameter_groups(model, recipe)), table_ranks(model)
     progress = checkpoint.load(run.checkpoint(30), model.state_dict(), optimizer, tables)
     model.ngram_ids.canonical_V[7:9] = model.ngram_ids.canonical_V[7:9].flip(0)
     progress.step = 31
-    checkpoint.save(run, progress, model.state_dict(), optimizer, tables)
+    with Saver(run, recipe, ProcessGroups(), print) as saver:
+        saver.save(progress, model.state_dict(), optimizer, tables, {}, lambda seconds: None)
     with pytest.raises(UserError, match="canonical ids are not those that the run was trained with"):
         load_run(run.path, 31)
     more = ["train", run.recipe_file, "-o", trained("ngram"), "-s", "train.steps=40"]
