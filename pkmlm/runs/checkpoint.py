@@ -17,7 +17,6 @@ mesh of ranks.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -40,7 +39,7 @@ from pkmlm.files import (
     open_file,
     remove_folder,
     rename,
-    write_errors,
+    writing,
 )
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, damaged_hint, read_checkpoint_manifest, read_progress
@@ -95,15 +94,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     content = (piece for name in names for piece in pieces(tensors[name]))
-    with write_errors(path), open(path, "wb") as file, ThreadPoolExecutor(1) as hasher:
+    with writing(path) as file, ThreadPoolExecutor(1) as hasher:
         for piece in chain([len(text).to_bytes(8, "little") + text], content):
             hashed = hasher.submit(digest.update, piece)
             file.write(piece)
             hashed.result()
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def pieces(tensor: Tensor) -> Iterator[Any]:

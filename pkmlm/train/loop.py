@@ -222,7 +222,7 @@ class Training:
                     run.set_pointer("best", best)
                 else:  # it is gone; a new checkpoint of its step would be taken for it
                     remove_file(run.path / "best")
-        if state.scaler.is_enabled():
+        if state.progress.scaler and state.scaler.is_enabled():
             state.scaler.load_state_dict(state.progress.scaler)
 
     def _recalibrate(self) -> None:

@@ -9,12 +9,10 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pkmlm.recipe.schema import Recipe, flatten
-from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.resume_check import CHANGES_NO_NUMBERS, CHANGES_NUMBERS, change_warnings
 from pkmlm.train.step import TrainState
@@ -158,24 +156,8 @@ def test_a_run_that_is_made_anew_meanwhile_gets_nothing_of_the_old_one(begun, tm
     after_step(monkeypatch, 3, replace_it)
     said = on(begun, run, code=1).stderr
     assert "replaced" in said
-    assert sorted(path.name for path in run.rglob("*")) == [".lock", "checkpoints", "recipe.yaml"]
-
-
-@pytest.mark.parametrize("during", ["write_tensors", "entry_of", "verify"])
-def test_a_run_that_is_renamed_while_it_saves_is_not_called_damaged(begun, tmp_path, monkeypatch, during):
-    run, function = tmp_path / "run", getattr(checkpoint, during)
-
-    def rename_first(*arguments: Any) -> Any:
-        if run.exists():
-            run.rename(tmp_path / "elsewhere")
-        return function(*arguments)
-
-    monkeypatch.setattr(checkpoint, during, rename_first)
-    said = on(begun, run, code=1).stderr
-    assert "replaced" in said
-    monkeypatch.undo()
-    on(begun, tmp_path / "elsewhere")
-    assert RunDirectory(tmp_path / "elsewhere").done() == 8
+    assert RunDirectory(run).steps() == []
+    assert not {"run.json", "latest", "best"} & {path.name for path in run.iterdir()}
 
 
 def test_the_clock_does_not_matter(begun, copy, tmp_path, monkeypatch):
@@ -192,25 +174,13 @@ def test_the_clock_does_not_matter(begun, copy, tmp_path, monkeypatch):
     pkmlm("compare", copy, sound)
 
 
-def test_a_run_whose_recipe_is_damaged_continues_when_it_is_written_again(begun, copy):
-    (copy / "recipe.yaml").write_text("name tiny\nmodel: {dim: 32}\n")
-    for said in (on(begun, copy, code=1).stderr, pkmlm("eval", copy, code=1).stderr):
-        assert "recipe.yaml is missing or damaged" in said
-    recipe, _, given = begun
-    (copy / "recipe.yaml").write_text(pkmlm("recipe", "show", recipe, *given[:-1]).stdout)
-    assert "is complete already" in on(begun, copy).stdout
-
-
 @pytest.mark.parametrize("name", ["recipe.yaml", "run.json"])
 def test_checkpoints_without_their_record_or_recipe_are_still_a_run(begun, copy, name):
     (copy / ".lock").unlink()  # as `cp -r run/* elsewhere/` leaves it behind
     (copy / name).unlink()
-    if name == "run.json":
-        on(begun, copy, "-s", "train.steps=9")
-        assert RunDirectory(copy).done() == 9
-        return
-    for said in (on(begun, copy, code=1), pkmlm("eval", copy, code=1), pkmlm("usage-report", copy, code=1)):
-        assert "recipe.yaml is missing or damaged" in said.stderr
+    on(begun, copy, "-s", "train.steps=9")
+    assert RunDirectory(copy).done() == 9
+    assert (copy / name).exists()
 
 
 def test_a_report_of_a_checkpoint_without_its_manifest_is_refused(copy):
@@ -245,9 +215,9 @@ def strange(run: Path, name: str, text: str | bytes) -> None:
     [
         ("run.json", '{"status": NaN}', "it holds NaN"),
         ("run.json", "[]", "it is '[]'"),
-        ("eval/test-step-8.json", '{"perplexity": {"token_ppl": "x"}}', "perplexity.token_ppl is 'x'"),
+        ("eval/test-step-8.json", '{"step": 8, "checkpoint": 5}', "checkpoint is '5'"),
         ("eval/x-step-8.json", '{"tasks": {"piqa": {"acc": 1e999}}}', "it holds 1e999"),
-        ("usage/test-step-8.json", '{"memories": [{"layer": 1}]}', "memories[0] has no name"),
+        ("usage/test-step-8.json", '{"step": "x"}', "step is 'x'"),
     ],
 )
 def test_strange_json_in_a_run_is_told_in_one_line(measured, tmp_path, name, text, told):
@@ -262,7 +232,7 @@ def test_strange_json_in_a_run_is_told_in_one_line(measured, tmp_path, name, tex
 def test_strange_events_and_pointers_are_passed_over(begun, copy):
     events = [
         *('{"event": "valid", "step": 4, "usage": 5}', '{"event": "valid", "step": 4, "usage": [5]}', "[" * 100_000),
-        *('{"event": "drift", "step": 4}', '{"event": "drift", "step": 4, "since": 1, "began": 0, "memories": [5]}'),
+        *('{"event": "drift", "step": 4}', '{"event": "drift", "step": 4, "since": 1, "memories": [5]}'),
         *('{"event": "train", "step": 4, "tokens": "x"}', '{"event": "train", "step": 4, "loss": 1e999}'),
     ]
     before = list(RunDirectory(copy).metrics())
@@ -272,7 +242,7 @@ def test_strange_events_and_pointers_are_passed_over(begun, copy):
     (copy / "best").write_bytes(b"\xff")
     pkmlm("compare", copy)
     pkmlm("usage-report", copy, "--html", copy / "page.html")
-    assert RunDirectory(copy).best() == before[-1]["step"] == 8, "as the latest checkpoint says"
+    assert RunDirectory(copy).best() is None
     assert "no checkpoint at step" in pkmlm("eval", copy, "--step", "9" * 5000, code=2).stderr
     on(begun, copy, "-s", "train.steps=9")
 

@@ -141,7 +141,7 @@ def exact(value: Any) -> Any:
 
 def saved_items(run: Path, step: int) -> list[str]:
     """Everything that a checkpoint saves and training goes on with, one by one; and the log, without which it is not
-    whole. The seconds are told alone; the recipe, the vocabulary's size and the hashes of its data decide whether it goes
+    whole. The seconds are told alone; the recipe, the vocabulary and the hashes of its data decide whether it goes
     on at all; what validations have shown has tests of its own.
     """
     from safetensors import safe_open
