@@ -1,5 +1,6 @@
 """A trained run, a model exported from one, or a model with a memory attached, ready to be measured."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,6 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import check_device, default_device, is_finite
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.evaluate.attached import Hosted, open_attached
 from pkmlm.export.config import ATTACHED, is_attached, is_export
 from pkmlm.export.folder import read_export
 from pkmlm.model.memory.values import table_ranks
@@ -19,6 +19,9 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
+
+# Opens attachments. It is imported by name: attaching builds on measuring and training, and so lies above this room.
+OPENER = "pkmlm.attach.hosted"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class LoadedRun:
         exported: it is an export or an attachment, not a run directory; no results are written into it.
         model: in evaluation mode, in fp32; but tables of an export may be in 8 or 4 bits, and a model with a memory
             attached is in its own dtype.
+        begin: the token that begins a text, if it is not the end-of-document token.
         data: sha256 of "tokenizer" and of the splits "train" and "valid" that it was trained on; empty for an export.
     """
 
@@ -43,6 +47,7 @@ class LoadedRun:
     tokenizer: Tokenizer
     device: torch.device
     exported: bool = False
+    begin: int | None = None
     data: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -55,8 +60,7 @@ class LoadedRun:
         """The token that is put before a text: the end-of-document token, as in training; for a model with a memory
         attached, the `bos_token_id` of its config if there is one, as in lm-eval's own backend.
         """
-        begin = self.model.begin if isinstance(self.model, Hosted) else None
-        return self.tokenizer.eos if begin is None else begin
+        return self.tokenizer.eos if self.begin is None else self.begin
 
 
 def load_run(
@@ -82,17 +86,16 @@ def load_run(
         message = f"--base {base} is for an attached memory, which {path} is not (no {ATTACHED} in it)"
         raise UserError(message, "leave --base out")
     if is_export(path):
-        model: Transformer
         if attached:
-            held, recipe, model, tokenizer = open_attached(path, None if base is None else Path(base), device)
-            tokens = 0
+            opened: LoadedRun = importlib.import_module(OPENER).open_attached(path, base, device)
         else:
             recipe, (_, held, tokens), model, tokenizer = read_export(path, device)
-        if step not in ("best", "latest", str(held)):
-            raise UserError(f"{path} holds only step {held} (found --step {step})", "leave --step out")
-        check_values(model, path)
-        frozen = model.eval().requires_grad_(False)
-        return LoadedRun(path, held, tokens, recipe, frozen, tokenizer, device, exported=True)
+            opened = LoadedRun(path, held, tokens, recipe, model, tokenizer, device, exported=True)
+        if step not in ("best", "latest", str(opened.step)):
+            raise UserError(f"{path} holds only step {opened.step} (found --step {step})", "leave --step out")
+        check_values(opened.model, path)
+        opened.model.eval().requires_grad_(False)
+        return opened
     run = RunDirectory.existing(path)
     run.check_tokenizer()
     recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)

@@ -15,14 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pkmlm.data.canonical import host_canonical_ids
-from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.errors import UserError, first_line, is_out_of_memory
-from pkmlm.export.attached import check_base, read_facts, read_weights
-from pkmlm.export.config import CONFIG, MODEL_TYPE
-from pkmlm.export.folder import verify
-from pkmlm.files import MANIFEST, read_json
-from pkmlm.model.attached import (
+from pkmlm.attach.ngrams import CACHES
+from pkmlm.attach.places import (
     DENSE,
     NAME,
     NGRAM,
@@ -33,8 +27,15 @@ from pkmlm.model.attached import (
     text_config,
     vocabulary_of,
 )
+from pkmlm.attach.saved import check_base, read_facts, read_weights
+from pkmlm.data.canonical import host_canonical_ids
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError, first_line, is_out_of_memory
+from pkmlm.evaluate.load import LoadedRun
+from pkmlm.export.config import CONFIG, MODEL_TYPE
+from pkmlm.export.folder import verify
+from pkmlm.files import MANIFEST, read_json
 from pkmlm.model.attention import AttentionLayout, KVCache
-from pkmlm.model.host_ngrams import CACHES
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
@@ -52,7 +53,6 @@ class Hosted(Transformer):
     Attributes:
         embedding, blocks, norm: the host's; norm is the identity if no final norm is found.
         ngram_ids: the token lookup of attached n-gram memories; None: there are none.
-        begin: the `bos_token_id` of its config; None: the config has none within the vocabulary.
 
     Raises:
         UserError: its logits are not its output embedding applied to the last hidden state.
@@ -63,8 +63,6 @@ class Hosted(Transformer):
         self.host = host
         config = text_config(host)
         self.context = min(getattr(config, "max_position_embeddings", CONTEXT), CONTEXT)
-        begin = getattr(config, "bos_token_id", None)
-        self.begin = begin if isinstance(begin, int) and 0 <= begin < vocabulary_of(host) else None
         blocks, parts = find_blocks(host), list(block_owner(host).children())
         place = parts.index(blocks)
         norms = [each for each in parts[place + 1 :] + parts[:place][::-1] if "norm" in type(each).__name__.lower()]
@@ -110,7 +108,7 @@ class Hosted(Transformer):
         return logits
 
 
-def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[int, Recipe, Hosted, Tokenizer]:
+def open_attached(path: Path, base: str | Path | None, device: torch.device) -> LoadedRun:
     """Load an attachment together with the model that it belongs to.
 
     Args:
@@ -118,14 +116,16 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
         base: the model's folder; None: the one recorded in `path`.
 
     Returns:
-        the steps that the attachment was trained for; a recipe with the model's shape; the model, in evaluation mode
-        and in the dtype that it was trained in; and its tokenizer.
+        the model, in the dtype that it was trained in, with a recipe of its shape, and the `bos_token_id` of its config
+        if that lies within the vocabulary.
 
     Raises:
         UserError: `base` is not a `transformers` model, or is another one; (exit code 1) a folder is damaged.
     """
     facts = read_facts(path)
-    if base is None:
+    if base is not None:
+        base = Path(base)
+    else:
         base = Path(facts["base"]["name"])
         if not facts["base"]["name"] or not base.is_dir():
             name = " ".join(filter(None, (facts["base"]["architecture"], facts["base"]["name"])))
@@ -164,7 +164,9 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
         memory=memory,
         ngram=ngram,
     )
-    return facts["step"], Recipe(name=path.resolve().name, model=shape), model, tokenizer
+    recipe, begin = Recipe(name=path.resolve().name, model=shape), getattr(config, "bos_token_id", None)
+    begin = begin if isinstance(begin, int) and 0 <= begin < vocabulary_of(host) else None
+    return LoadedRun(path, facts["step"], 0, recipe, model, tokenizer, device, exported=True, begin=begin)
 
 
 def load_host(path: Path, dtype: str) -> Any:

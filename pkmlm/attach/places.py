@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from pkmlm.attach.ngrams import HostIds
 from pkmlm.device import check_device
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
-from pkmlm.model.host_ngrams import HostIds
 from pkmlm.model.init import Constant, InitSpec, initialise
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.memory.ngram import NGramMemory

@@ -1,7 +1,6 @@
 """Attach a memory to a pretrained model: `pkmlm.attach`, and its control of equal operations, `pkmlm.attach_dense`.
 
-`model.attached` has the modules that are attached and the places for them, `export.attached` their folder; this module
-trains them.
+`places` has the modules that are attached and the places for them, `saved` their folder; this module trains them.
 """
 
 from bisect import bisect_right
@@ -20,13 +19,8 @@ from pkmlm.analysis.counters import ReadListener, UsageCounters
 from pkmlm.analysis.slot_contexts import AFTER, BEFORE, Context, TopContexts
 from pkmlm.analysis.slots import LogitLens, SlotDetails, find_memory, most_read
 from pkmlm.analysis.usage import MemoryUsage
-from pkmlm.data.canonical import host_canonical_ids
-from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.distributed import current_world
-from pkmlm.errors import UserError
-from pkmlm.evaluate.attached import Hosted
-from pkmlm.export.attached import check_base, read_facts, read_weights, write_attached
-from pkmlm.model.attached import (
+from pkmlm.attach.hosted import Hosted
+from pkmlm.attach.places import (
     DENSE,
     NAME,
     NGRAM,
@@ -38,6 +32,11 @@ from pkmlm.model.attached import (
     text_config,
     vocabulary_of,
 )
+from pkmlm.attach.saved import check_base, read_facts, read_weights, write_attached
+from pkmlm.data.canonical import host_canonical_ids
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.distributed import current_world
+from pkmlm.errors import UserError
 from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.runs.directory import tokenizer_file
 from pkmlm.train.parallel import all_gather_row_gradients, even_row_gradients
