@@ -14,8 +14,9 @@ from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.export.config import ATTACHED, is_attached, is_export
 from pkmlm.export.folder import read_export
+from pkmlm.model.language_model import LanguageModel
 from pkmlm.model.memory.values import table_ranks
-from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
@@ -43,7 +44,7 @@ class LoadedRun:
     step: int
     tokens: int
     recipe: Recipe
-    model: Transformer
+    model: LanguageModel
     tokenizer: Tokenizer
     device: torch.device
     exported: bool = False
@@ -137,7 +138,7 @@ def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: st
         return run if run.step == newest else load_run(path, str(newest), base=base)
 
 
-def check_values(model: Transformer, path: Path) -> None:
+def check_values(model: LanguageModel, path: Path) -> None:
     """Refuse weights that training cannot produce, even if their hashes match.
 
     Raises:
