@@ -1,21 +1,19 @@
-"""Memories in a model of `transformers`: finds its blocks and their FFNs, and attaches a layer to each.
+"""Where layers are put into a model of `transformers`: beside an FFN, in its place, or before a block.
 
 B: sequences; T: positions; D: model width.
 """
 
-import difflib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
-from pkmlm.attach.ngrams import HostIds
+from pkmlm.attach.hosts import block_owner, choose_blocks, find_blocks, find_ffn, override, text_config, vocabulary_of
+from pkmlm.attach.layers import NGRAM, Layer, check_layer, make_layers, ngram_spec
+from pkmlm.attach.ngrams import CALLS, ForwardWithIds, HostIds
 from pkmlm.device import check_device
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
@@ -23,33 +21,9 @@ from pkmlm.model.init import Constant, InitSpec, initialise
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.memory.ngram import NGramMemory
 from pkmlm.model.memory.values import Pool
-from pkmlm.model.transformer import KEY_MEMORIES
-from pkmlm.recipe.constraints import Check, check_ngram
-from pkmlm.recipe.schema import Memory, Model, NGram, expectation
 
 Mode = Literal["add", "replace"]
-NAME = "pkmlm"  # of what is attached, among the modules of its network
-FFNS = ("mlp", "feed_forward", "ffn", "parts.ffn")  # what a block may call its FFN; the last is for our exports
-DENSE, NGRAM = "dense", "ngram"
-KINDS = (*KEY_MEMORIES, NGRAM)
-
-
-class SwiGLU(nn.Module):
-    """W3 (silu(W1 x) * W2 x), the control for a memory: a dense layer with as many operations (Shazeer 2020, eq. 6).
-
-    Args:
-        dim: width of the input and of the output (D).
-        inner: width of the hidden layer.
-    """
-
-    def __init__(self, dim: int, inner: int):
-        super().__init__()
-        self.gate, self.up = (Linear(dim, inner, initial_std=dim**-0.5) for _ in range(2))
-        self.down = Linear(inner, dim, initial_std=inner**-0.5)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
-        return self.down(silu(self.gate(x_BTD)) * self.up(x_BTD))
+NAME = "pkmlm"  # of all that is attached, among the modules of its network
 
 
 class Place(nn.Module):
@@ -65,7 +39,7 @@ class Place(nn.Module):
     def __init__(self, layer: nn.Module, gated: bool):
         super().__init__()
         self.layer = layer
-        self.gate = nn.Parameter(torch.empty(())) if gated else None
+        self.gate = nn.Parameter(torch.zeros(())) if gated else None
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {} if self.gate is None else {"gate": Constant(0.0)}
@@ -105,7 +79,7 @@ class NGramPlace(Place):
         Raises:
             UserError: the block runs apart from its model, as gradient checkpointing may rerun it.
         """
-        past = self.ids.past
+        past = CALLS.get().get(self.ids)
         if past is None:
             message = "a block with an n-gram memory runs apart from its model (expected within the model's forward)"
             raise UserError(message, "turn gradient checkpointing off: model.gradient_checkpointing_disable()")
@@ -117,45 +91,54 @@ class NGramPlace(Place):
 
 
 class Attached(nn.Module):
-    """All that is attached to a network, as one module of it, called `NAME`. Its parameters stay in fp32 when the
-    network is converted to another dtype.
+    """The layers of one attachment. Their parameters stay in fp32 when the network is converted to another dtype.
 
     Args:
-        dim: width of the network (D).
-        vocab_size: rows of its embedding.
-        kind, arguments: of the layer at each place, as `layer_kind` returns them.
+        name: among what is attached to the network.
+        host: the network.
+        kind, arguments: of the layer at each place, as `settings_of` returns them.
         layers: blocks, counted from 1.
         mode: "add" beside the FFN (an n-gram memory: before the block), or "replace" the FFN.
+        freeze: whether the network must not train.
+        made: the layer itself, if the user has made it; None: one is made for each place, without initial weights.
 
     Attributes:
         ngram_ids: finds what n-gram memories need to know about the tokens; None: there are no n-gram memories.
+        replaced: the FFNs in whose place the layers are.
 
     Raises:
-        UserError, ValueError: sizes do not match.
+        UserError: sizes do not match.
     """
 
     def __init__(
-        self, dim: int, vocab_size: int, kind: str, arguments: Mapping[str, Any], layers: Sequence[int], mode: Mode
+        self,
+        name: str,
+        host: nn.Module,
+        kind: str,
+        arguments: Mapping[str, Any],
+        layers: Sequence[int],
+        mode: Mode,
+        freeze: bool,
+        made: Layer | None,
     ):
         super().__init__()
-        self.dim, self.kind, self.arguments, self.mode = dim, kind, dict(arguments), mode
+        self.name, self.kind, self.arguments, self.mode, self.freeze = name, kind, dict(arguments), mode, freeze
+        self.dim = text_config(host).hidden_size
         self.pool: Pool | None = None
         self.ngram_ids: HostIds | None = None
-        places: dict[int, Place]
-        if kind == NGRAM:
-            spec = ngram_spec(arguments)
-            check_ngram(Check({}), Model(dim=dim, ngram=spec))
-            ids = self.ngram_ids = HostIds(vocab_size, spec)
-            places = {layer: NGramPlace(NGramMemory(dim, **spec.arguments, layer=layer), ids) for layer in layers}
-        elif kind == DENSE:
-            places = {layer: Place(SwiGLU(dim, **arguments), mode == "add") for layer in layers}
+        chosen: dict[int, Any] = dict.fromkeys(layers, made)
+        if made is None:
+            chosen, self.pool = make_layers(kind, arguments, self.dim, layers)
         else:
-            memory, of_kind = Memory(kind=kind, **arguments), KEY_MEMORIES[kind]  # type: ignore[arg-type]
-            if memory.share_values and len(layers) > 1:
-                self.pool = Pool(of_kind.new_tables(dim, memory), tuple(layers))
-            made = {layer: of_kind(dim, **memory.arguments, pool=self.pool, layer=layer) for layer in layers}
-            places = {layer: Place(each, mode == "add") for layer, each in made.items()}
-        self.places = nn.ModuleDict({str(layer): place for layer, place in places.items()})
+            check_layer(made, self.dim, layers)
+            made.tap.layer = layers[0]
+        if kind == NGRAM:
+            ids = self.ngram_ids = HostIds(vocabulary_of(host), ngram_spec(arguments), name)
+            places: Iterable[Place] = (NGramPlace(each, ids) for each in chosen.values())
+        else:
+            places = (Place(each, mode == "add") for each in chosen.values())
+        self.places = nn.ModuleDict(dict(zip(map(str, chosen), places, strict=True)))
+        self.replaced: list[nn.Module] = []  # a plain list: they are modules of the network
 
     @property
     def layers(self) -> list[int]:
@@ -167,6 +150,19 @@ class Attached(nn.Module):
         maps = sum(each.weight.numel() for each in self.modules() if isinstance(each, Linear))
         return maps + sum(each.flops_per_token() for each in self.modules() if isinstance(each, SparseMemory))
 
+    def put_into(self, parts: Mapping[int, nn.Module]) -> Iterator[Callable[[], None]]:
+        """Put each layer to its FFN (an n-gram memory: its block); yield what takes it away again."""
+        for place, part in zip(self.places.values(), parts.values(), strict=True):
+            assert isinstance(place, Place)
+            place.to(next(part.parameters()).device)
+            if isinstance(place, NGramPlace):
+                yield part.register_forward_pre_hook(place.before, with_kwargs=True).remove
+            elif self.mode == "add":
+                yield part.register_forward_hook(place.beside).remove
+            else:
+                self.replaced.append(part)
+                yield override(part, "forward", place.forward)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attached":
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -175,122 +171,81 @@ class Attached(nn.Module):
         return super()._apply(keep_dtype, recurse)
 
 
-def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The kind of a memory and its arguments that differ from the defaults, from the recipe's keys.
+class Attachments(nn.ModuleDict):
+    """All that is attached to a network, by name: a module of the network called `NAME`, for as long as there is some.
 
-    Queries are normalised one by one ("rms" unless "layer" or "none" is chosen): batch statistics would let padding
-    and the other texts of a batch change what a token reads.
+    Args:
+        host: the network.
 
-    Raises:
-        UserError: an unknown key, a value out of its range, or query_norm: batch.
+    Attributes:
+        held: its parameters that do not train while something is attached, but did before.
     """
-    if not isinstance(memory, Mapping):
-        raise UserError(f"memory is {memory!r} (expected the keys of a recipe's model.memory, or a folder)")
-    given = dict(memory)
-    kind = given.pop("kind", None)
-    if kind not in KINDS:
-        raise UserError(f"memory: kind is {kind} (expected {', '.join(KINDS)})")
-    if given.get("query_norm") == "batch":
-        hint = "use rms, or layer: batch statistics let padding change what a token reads"
-        raise UserError("memory: query_norm is batch (expected rms, layer or none)", hint)
-    if "layers" in given:
-        raise UserError("memory: found layers (expected no such key)", "give the blocks as the argument `layers`")
-    checked: Memory | NGram
-    try:
-        checked = ngram_spec(given) if kind == NGRAM else Memory(kind=kind, **{"query_norm": "rms", **given})
-    except ValidationError as problem:
-        error = problem.errors(include_url=False)[0]
-        key = ".".join(map(str, error["loc"]))
-        if error["type"] == "unexpected_keyword_argument":
-            keys = [field.name for field in fields(NGram if kind == NGRAM else Memory) if field.name != "layers"]
-            near = difflib.get_close_matches(key.lower(), keys, n=1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
-            raise UserError(f"memory: unknown key {key}{meant}", f"known keys: {', '.join(keys)}") from None
-        raise UserError(f"memory: {key} is {error['input']!r} (expected {expectation(error)})") from None
-    default = asdict(type(checked)())
-    chosen = {key: value for key, value in asdict(checked).items() if key != "kind" and value != default[key]}
-    return kind, {key: list(value) if isinstance(value, tuple) else value for key, value in chosen.items()}
+
+    host: Any
+
+    def __init__(self, host: nn.Module):
+        super().__init__()
+        self.__dict__["host"] = host  # a plain attribute: as a submodule it would contain itself
+        self.held: list[nn.Parameter] = []
+        self.undo: list[Callable[[], None]] = []
+
+    def attached(self) -> dict[str, Attached]:
+        return {name: each for name, each in self.items() if isinstance(each, Attached)}
+
+    def hold(self) -> None:
+        """Let no gradient go to parameters that must not train, or that are of a replaced FFN; and to others again."""
+        every = [each for _, each in base_parameters(self.host)]
+        unused = {each for one in self.attached().values() for ffn in one.replaced for each in ffn.parameters()}
+        still = set(every) if any(one.freeze for one in self.attached().values()) else unused
+        for parameter in self.held:
+            parameter.requires_grad_(True)
+        self.held = [each for each in every if each in still and each.requires_grad]
+        for parameter in self.held:
+            parameter.requires_grad_(False)
+
+    def watch(self) -> None:
+        """While there are n-gram memories, let the network's calls tell them the ids; and warn of saving the network,
+        which loses what is attached."""
+        while self.undo:
+            self.undo.pop()()
+        if ids := [one.ngram_ids for one in self.attached().values() if one.ngram_ids is not None]:
+            # If a model reads more than text, only its base model is called with ids.
+            reads_more = text_config(self.host) is not self.host.config
+            network = self.host.base_model if reads_more else block_owner(self.host)
+            self.undo.append(override(network, "forward", ForwardWithIds(network, ids)))
+        if len(self) and hasattr(self.host, "save_pretrained"):
+            self.undo.append(override(self.host, "save_pretrained", partial(_save, self.host.save_pretrained)))
 
 
-def ngram_spec(arguments: Mapping[str, Any]) -> NGram:
-    """The recipe's section of an n-gram memory, from keys whose tuples may be lists.
-
-    Raises:
-        pydantic.ValidationError: a key is unknown, or a value is out of its range.
-    """
-    given: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in arguments.items()}
-    return NGram(**given)
-
-
-def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The blocks of a causal model of transformers: its only list with as many modules as its config has hidden layers.
-
-    Raises:
-        UserError: it has no config, or none or several such lists.
-    """
-    config = text_config(model)
-    count = getattr(config, "num_hidden_layers", None)
-    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
-    fit = {name: each for name, each in lists.items() if len(each) == count}
-    fit = {name: each for name, each in fit.items() if not any(name.startswith(f"{other}.") for other in fit)}
-    if len(fit) != 1:
-        found = ", ".join(f"{name} of {len(each)}" for name, each in list((fit or lists).items())[:8]) or "no list"
-        expected = f"expected just one of {count} modules, its config's num_hidden_layers"
-        raise UserError(f"{type(model).__name__}: found lists of modules {found} ({expected})")
-    return next(iter(fit.values()))
+def _save(save_pretrained: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    message = (
+        "a memory is attached to this model, and from_pretrained will not load it: save it by itself "
+        "(Attachment.save), and the model after detach()"
+    )
+    warnings.warn(message, stacklevel=2)
+    return save_pretrained(*args, **options)
 
 
-def block_owner(model: nn.Module) -> nn.Module:
-    """The module of a causal model that directly contains its list of blocks."""
-    blocks = find_blocks(model)
-    return next(each for each in model.modules() if blocks in list(each.children()))
+def attachments_of(model: nn.Module) -> dict[str, Attached]:
+    """What is attached to a network, by name."""
+    return getattr(model, NAME).attached() if hasattr(model, NAME) else {}
 
 
-def text_config(model: nn.Module) -> Any:
-    """The config of a model of transformers; if it reads more than text, that of its language model.
-
-    Raises:
-        UserError: the model has no config, or the config has no width.
-    """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if not hasattr(config, "hidden_size"):
-        raise UserError(f"{type(model).__name__} has no config with a hidden_size", "give a model of transformers")
-    return config
-
-
-def vocabulary_of(model: Any) -> int:
-    """Rows of the embedding of a model of transformers."""
-    return int(model.get_input_embeddings().num_embeddings)
-
-
-def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
-    """The FFN of a block, tested with one token.
-
-    Raises:
-        UserError: the block has no FFN or several, or its FFN does not map (B, T, D) to (B, T, D).
-    """
-    found: dict[str, nn.Module] = {}
-    for name in FFNS:
-        with suppress(AttributeError):
-            found[name] = block.get_submodule(name)
-    if len(found) != 1:
-        parts = ", ".join(found or dict(block.named_children()))
-        raise UserError(f"block {layer}, a {type(block).__name__}, has {parts} (expected one of {', '.join(FFNS)})")
-    (name, ffn), weight = next(iter(found.items())), next(filter(torch.is_floating_point, block.parameters()))
-    try:
-        with torch.no_grad(), torch.random.fork_rng([weight.device] if weight.is_cuda else []):
-            out = ffn(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device))
-    except (TypeError, RuntimeError) as error:
-        raise UserError(f"block {layer}: its {name} does not take one tensor of width {dim}: {error}") from None
-    if not isinstance(out, Tensor) or out.shape != (1, 1, dim):
-        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise UserError(f"block {layer}: its {name} maps (1, 1, {dim}) to {shape} (expected the same shape)")
-    return ffn
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a network without those of what is attached to it, by name."""
+    return (pair for pair in model.named_parameters() if not pair[0].startswith(f"{NAME}."))
 
 
 def insert(
-    model: nn.Module, kind: str, arguments: Mapping[str, Any], layers: Sequence[int], mode: Mode, seed: int | None
+    model: nn.Module,
+    kind: str,
+    arguments: Mapping[str, Any],
+    layers: Iterable[int],
+    mode: Mode,
+    *,
+    freeze: bool = True,
+    seed: int | None = None,
+    made: Layer | None = None,
 ) -> tuple[Attached, Callable[[], None]]:
     """Attach a new layer to each of the given blocks of a network.
 
@@ -298,96 +253,58 @@ def insert(
         layers: blocks, counted from 1.
         mode: "add" or "replace"; a replaced FFN stays in the network but is not called. An n-gram memory is added to
             the stream before the block; its canonical ids are each token's own number until they are filled in.
+        freeze: whether the network must not train.
         seed: the initial weights depend on it and on their names alone; None: they stay uninitialized, to be loaded.
+        made: the layer, with its weights; None: new ones.
 
     Returns:
         what was attached, and a function that removes it.
 
     Raises:
         UserError: a block does not exist, has no FFN, or is neither on the CPU nor on a CUDA device; sizes do not
-            match; something is attached already.
+            match; an FFN is replaced already.
     """
     if mode not in ("add", "replace"):
         raise UserError(f"mode is {mode} (expected add or replace)")
     if kind == NGRAM and mode == "replace":
         raise UserError("mode is replace (expected add: an n-gram memory comes before a block and replaces no FFN)")
-    if hasattr(model, NAME):
-        raise UserError(f"{type(model).__name__} already has something attached", "call detach() on that first")
     blocks, dim, chosen = find_blocks(model), text_config(model).hidden_size, choose_blocks(model, layers)
-    at = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
-    devices = dict.fromkeys(next(part.parameters()).device for part in at.values())
+    others = attachments_of(model)
+    taken = {layer for each in others.values() if mode == each.mode == "replace" for layer in each.layers}
+    if both := taken.intersection(chosen):
+        raise UserError(f"the FFN of block {min(both)} is replaced already", "call detach() on that first")
+    parts = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
+    devices = dict.fromkeys(next(part.parameters()).device for part in parts.values())
     for device in devices:
         check_device(device)
     if len(devices) > 1 and arguments.get("share_values"):
         where = " and ".join(map(str, devices))
         raise UserError(f"memory: share_values needs all blocks on one device: found {where}", "leave share_values out")
-    try:
-        with torch.device("meta"):
-            attached = Attached(dim, vocabulary_of(model), kind, arguments, chosen, mode)
-    except ValueError as error:
-        raise UserError(f"memory: {error}") from None
-    attached.to_empty(device=next(at[chosen[0]].parameters()).device)
-    if seed is not None:
-        initialise(attached, seed)
+    name = next(str(number) for number in range(1, len(others) + 2) if str(number) not in others)
+    attached = Attached(name, model, kind, arguments, chosen, mode, freeze, made)
+    if made is None:
+        attached.to_empty(device=next(iter(devices)))
+        if seed is not None:
+            initialise(attached, seed)
     attached.train(model.training)
-    host: Any = model
-    undo = []
     if attached.ngram_ids is not None:
+        host: Any = model
         attached.ngram_ids.to(host.get_input_embeddings().weight.device)
-        # If a model reads more than text, only its base model is called with ids.
-        reads_more = text_config(model) is not host.config
-        undo += attached.ngram_ids.watch(host.base_model if reads_more else block_owner(model))
-    for layer, part in at.items():
-        place = attached.places[str(layer)]
-        assert isinstance(place, Place)
-        place.to(next(part.parameters()).device)
-        if isinstance(place, NGramPlace):
-            undo.append(part.register_forward_pre_hook(place.before, with_kwargs=True).remove)
-        elif mode == "add":
-            undo.append(part.register_forward_hook(place.beside).remove)
-        else:
-            trained = [parameter for parameter in part.parameters() if parameter.requires_grad]
-            part.requires_grad_(False)  # no gradient ever reaches it
-            undo.append(partial(put_back, part, trained, vars(part).get("forward")))
-            part.forward = place.forward
-    model.add_module(NAME, attached)
+    undo = [*attached.put_into(parts)]
+    if not others:
+        model.add_module(NAME, Attachments(model))
+    every = getattr(model, NAME)
+    every[name] = attached
+    every.hold()
+    every.watch()
 
     def remove() -> None:
         for each in undo:
             each()
-        delattr(model, NAME)
+        del every[name]
+        every.hold()
+        every.watch()
+        if not every:
+            delattr(model, NAME)
 
     return attached, remove
-
-
-def choose_blocks(model: nn.Module, layers: object) -> list[int]:
-    """The numbers of the chosen blocks, in order.
-
-    Args:
-        layers: as the user gave them, for `insert`.
-
-    Raises:
-        UserError: this is not a list of different blocks of the network.
-    """
-    blocks = len(find_blocks(model))
-    given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else []
-    if not given or not all(type(layer) is int and 1 <= layer <= blocks for layer in given):
-        raise UserError(f"layers is {layers!r} (expected a list of blocks, numbered from 1 to {blocks})")
-    if len(set(given)) < len(given):
-        raise UserError(f"layers is {given} (expected each block once)")
-    return sorted(given)
-
-
-def put_back(ffn: nn.Module, trained: list[nn.Parameter], forward: Callable[..., Tensor] | None) -> None:
-    """Restore a replaced FFN: its own `forward` (None: its class's), and training of the parameters in `trained`."""
-    if forward is None:
-        del ffn.forward
-    else:
-        ffn.forward = forward
-    for parameter in trained:
-        parameter.requires_grad_(True)
-
-
-def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a network without those of what is attached to it, by name."""
-    return (pair for pair in model.named_parameters() if not pair[0].startswith(f"{NAME}."))
