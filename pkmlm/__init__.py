@@ -5,14 +5,16 @@ The names below are the public Python interface. Each is imported on first use, 
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time, `__getattr__` imports
     from pkmlm.analysis.counters import UsageCounters as UsageCounters
-    from pkmlm.attachment import attach as attach
-    from pkmlm.attachment import attach_dense as attach_dense
+    from pkmlm.attach import attach as attach
+    from pkmlm.attach import attach_dense as attach_dense
     from pkmlm.evaluate.load import load_run as load_run
     from pkmlm.model.memory.hash_layer import HashLayer as HashLayer
     from pkmlm.model.memory.key_memory import FlatKeyMemory as FlatKeyMemory
@@ -31,13 +33,24 @@ MODULES = {
     "ProductKeyMemory": "pkmlm.model.memory.key_memory",
     "RowAdam": "pkmlm.train.row_adam",
     "UsageCounters": "pkmlm.analysis.counters",
-    "attach": "pkmlm.attachment",
-    "attach_dense": "pkmlm.attachment",
+    "attach": "pkmlm.attach",
+    "attach_dense": "pkmlm.attach",
     "build_model": "pkmlm.model.transformer",
     "load_recipe": "pkmlm.recipe.load",
     "load_run": "pkmlm.evaluate.load",
 }
 __all__ = list(MODULES)
+
+
+class _FrontDoor(ModuleType):
+    """This package. Importing a file of `attach/` would set `pkmlm.attach` to that folder; it stays the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _FrontDoor
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
 from pkmlm.model.memory.base import UsageTap, memories, usage_taps
-from pkmlm.model.memory.values import tables_of
+from pkmlm.model.memory.values import Modules, tables_of
 
 # Pairs of slots that are compared at once: as many as a core's cache holds; a GPU wants few large calls.
 COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}
@@ -78,7 +78,7 @@ class UsageCounters(ReadListener):
         overlap: also count the slots that two heads both read for a token, which can take as long as the model.
     """
 
-    def __init__(self, model: nn.Module, taps: list[UsageTap] | None = None, *, overlap: bool = True):
+    def __init__(self, model: Modules, taps: list[UsageTap] | None = None, *, overlap: bool = True):
         device = next((parameter.device for parameter in model.parameters()), None)
         self._counters = [_Counter(tap, device, overlap) for tap in (usage_taps(model) if taps is None else taps)]
         super().__init__([(counter.tap, counter.add) for counter in self._counters])
@@ -167,7 +167,7 @@ class RowCounters(ReadListener):
         model: any module with memories in it; one table counts the reads of all memories that share it.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Modules):
         tables = {table: path for path, table in tables_of(model).items() if table.group == "values"}
         paths = {table: path.removesuffix(".weight_KD") for table, path in tables.items()}
         self._reads = {

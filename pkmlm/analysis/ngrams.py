@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import World
+from pkmlm.model.language_model import LanguageModel
 from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past
-from pkmlm.model.transformer import Transformer
 
 LEAST_TO_COUNT = 1 << 20  # n-grams: fewer are not worth a sort
 
@@ -35,7 +35,7 @@ class NGrams:
         self._shorter: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
-    def listening(self, model: Transformer) -> Iterator[None]:
+    def listening(self, model: LanguageModel) -> Iterator[None]:
         """Collect what `model` sees while the `with` block runs; nothing, if it has no n-gram memory."""
         if model.ngram_ids is None:
             yield
@@ -86,7 +86,7 @@ def summed(ids_NG: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ngrams_in_row(
-    model: Transformer, tokenizer: Tokenizer, memory: NGramMemory, ngrams: NGrams, slot: int
+    model: LanguageModel, tokenizer: Tokenizer, memory: NGramMemory, ngrams: NGrams, slot: int
 ) -> list[dict[str, Any]]:
     """The n-grams seen that fall into a row, most frequent first. Each canonical id is shown as its first token; 0, the
     beginning of a document, as the end-of-document token.
@@ -136,7 +136,7 @@ def collisions(memory: NGramMemory, ngrams: NGrams) -> list[dict[str, Any]]:
     return found
 
 
-def all_collisions(model: Transformer, ngrams: NGrams) -> list[dict[str, Any]]:
+def all_collisions(model: LanguageModel, ngrams: NGrams) -> list[dict[str, Any]]:
     """The `collisions` of each n-gram memory of a model, with its layer."""
     found = [module for module in model.modules() if isinstance(module, NGramMemory)]
     return [{"layer": memory.tap.layer, **each} for memory in found for each in collisions(memory, ngrams)]

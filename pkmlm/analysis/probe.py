@@ -49,9 +49,9 @@ from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents, op
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
 from pkmlm.model.init import initialise
+from pkmlm.model.language_model import LanguageModel
 from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
 from pkmlm.model.memory.values import Values
-from pkmlm.model.transformer import Transformer
 from pkmlm.runs.results import perplexity
 from pkmlm.seeds import derived_seed, generator
 
@@ -138,7 +138,7 @@ class Reader:
         scored_BT: whether they are scored here: each position is scored once, and otherwise only context.
     """
 
-    def __init__(self, model: Transformer, text: Text):
+    def __init__(self, model: LanguageModel, text: Text):
         self.model, self.text = model, text
         self.device = next(model.parameters()).device
         self.at_BT = self.scored_BT = torch.empty(0)
@@ -190,7 +190,7 @@ class Means:
     @torch.no_grad()
     def __init__(
         self,
-        model: Transformer,
+        model: LanguageModel,
         group: Sequence[SparseMemory],
         corpus: Corpus,
         text: Text,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from pkmlm.analysis.counters import ReadListener, measure_usage
 from pkmlm.analysis.ngrams import NGrams, collisions, ngrams_in_row
@@ -34,9 +34,10 @@ from pkmlm.console import token_progress
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun
+from pkmlm.model.language_model import LanguageModel
 from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
 from pkmlm.model.memory.ngram import NGramMemory
-from pkmlm.model.transformer import Transformer
+from pkmlm.model.memory.values import Modules
 
 WORDS = 8  # tokens shown that a value raises most, or lowers most
 CHUNK = 256  # values put through the output head at a time
@@ -46,7 +47,7 @@ MOST_DESCRIBED = 10_000  # slots of one report: shuffling their contexts takes 3
 MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
 
 
-def find_memory(model: nn.Module, layer: str | None) -> SparseMemory:
+def find_memory(model: Modules, layer: str | None) -> SparseMemory:
     """The memory for "3" (the last one of layer 3), "3:ffn1" or None (the model's last one).
 
     Raises:
@@ -129,7 +130,7 @@ class LogitLens:
         applies: whether the values are added to the residual stream; those of a hash layer's qkv and ffn1 are not.
     """
 
-    def __init__(self, model: Transformer, memory: SparseMemory, size: int, piece: Callable[[int], str]):
+    def __init__(self, model: LanguageModel, memory: SparseMemory, size: int, piece: Callable[[int], str]):
         self.model, self.memory, self.size, self.piece = model, memory, size, piece
         self.applies = memory.tap.residual
         self.device = next(model.parameters()).device

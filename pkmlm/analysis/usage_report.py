@@ -18,7 +18,7 @@ from pkmlm.data.tokenizer_file import tokenizer_file
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
-from pkmlm.files import MANIFEST, entry_of, json_text, sha256_of
+from pkmlm.files import MANIFEST, entry_of, json_text, read_json, sha256_of
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest, read_checkpoint_manifest
 from pkmlm.runs.results import read_usage, usage_stem, write_arrays, write_usage
@@ -77,10 +77,8 @@ def run_or_export(path: str) -> RunDirectory:
 def has_memory(run: RunDirectory) -> bool:
     """Whether the model of a run or an export, or what is attached to a model, has a memory or hash tables."""
     if (run.path / ATTACHED).is_file():
-        from pkmlm.export.attached import read_facts  # torch is imported only where it is needed
-        from pkmlm.model.attached import DENSE
-
-        return read_facts(run.path)["kind"] != DENSE
+        facts = read_json(run.path / ATTACHED, "the attached memory's description", exit_code=1, schema=dict[str, Any])
+        return facts.get("kind") != "dense"
     recipe = read_config(run.path / CONFIG)[0] if is_export(run.path) else run.recipe()
     return bool(recipe.model.table_kinds)
 

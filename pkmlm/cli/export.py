@@ -46,6 +46,7 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import check_free, write_export
     from pkmlm.model.memory.base import memories
+    from pkmlm.model.transformer import Transformer
     from pkmlm.runs.directory import RunDirectory
 
     folder = Path(output).absolute()
@@ -60,6 +61,7 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     scores, package = known_scores(run, loaded.step), loaded.tokenizer.package
     card = card_of(loaded.recipe, origin, parameters, dtype, bits, scores, package)
+    assert isinstance(loaded.model, Transformer)  # as every run's is
     size = write_export(
         folder,
         loaded.model,

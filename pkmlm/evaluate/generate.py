@@ -12,7 +12,7 @@ from torch import Tensor
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.model.attention import KVCache
-from pkmlm.model.transformer import Transformer
+from pkmlm.model.language_model import LanguageModel
 
 NARROW = 256  # up to this width, a CPU computes a token before a second thread has woken (`pkmlm help speed`)
 
@@ -36,7 +36,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    model: Transformer, prompt: list[int], sampling: Sampling, max_tokens: int, vocab_size: int
+    model: LanguageModel, prompt: list[int], sampling: Sampling, max_tokens: int, vocab_size: int
 ) -> Iterator[int]:
     """Yield the ids that continue a prompt, one at a time, even past the model's context.
 
@@ -65,7 +65,7 @@ def generate(
         yield token
 
 
-def next_logits(model: Transformer, tokens_BT: Tensor, cache: KVCache) -> Tensor:
+def next_logits(model: LanguageModel, tokens_BT: Tensor, cache: KVCache) -> Tensor:
     """Logits (B, V) of what follows new tokens, in the dtype of the model's head.
 
     Args:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from pkmlm.device import at_least_fp32
 from pkmlm.model.attention import AttentionLayout
-from pkmlm.model.transformer import Transformer
+from pkmlm.model.language_model import LanguageModel
 
 LOGITS = 1 << 24  # logits of a chunk: 64 MB in fp32
 MIN_SHARED = 1 / 4  # share of its tokens that a sequence must have in common with the one before it to join its tree
@@ -123,7 +123,7 @@ def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 @torch.no_grad()
-def score_trees(model: Transformer, trees: Sequence[PrefixTree]) -> Iterator[tuple[int, Score]]:
+def score_trees(model: LanguageModel, trees: Sequence[PrefixTree]) -> Iterator[tuple[int, Score]]:
     """The score of each window of a batch of trees, with its place in the list of windows; in the model's precision."""
     device = next(model.parameters()).device
     longest = max(len(each.tokens) for each in trees)
@@ -161,7 +161,7 @@ def attention_layout(trees: Sequence[PrefixTree], longest: int, device: torch.de
     return AttentionLayout(torch.from_numpy(positions_BT).to(device), torch.from_numpy(mask_BTT).to(device))
 
 
-def score_targets(model: Transformer, h_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+def score_targets(model: LanguageModel, h_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
     """-log p of each target after its hidden state (float64, from an fp32 log-softmax), and whether it is the most
     likely token: of equally likely ones, the one that argmax takes. The head runs on a chunk of the states at a time.
     """

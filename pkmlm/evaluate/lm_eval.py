@@ -17,12 +17,12 @@ from lm_eval.evaluator import evaluate
 from pkmlm import __version__
 from pkmlm.distributed import current_world
 from pkmlm.errors import UserError, is_out_of_memory
-from pkmlm.evaluate.attached import Hosted
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, build_prefix_trees, continuation_windows, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
 from pkmlm.evaluate.tasks import Json, ZeroShotTask, contained, one_line
+from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.constraints import require_softmax
 from pkmlm.runs.results import average_accuracy
 
@@ -121,8 +121,8 @@ class PkmLM(TemplateLM):
             new = continuation_windows(before, continuation, self.max_length)
             owners += [index] * len(new)
             found += new
-        # Trees need a mask, which only softmax attention takes; whether a hosted model takes it is not known.
-        trees_fit = self.run.recipe.model.attention == "softmax" and not isinstance(self.run.model, Hosted)
+        # Trees need a mask, which only softmax attention takes; whether a model of transformers takes it is not known.
+        trees_fit = self.run.recipe.model.attention == "softmax" and type(self.run.model) is Transformer
         max_tokens = 2 * self.max_length if trees_fit else 0
         trees = sorted(build_prefix_trees(found, max_tokens), key=lambda tree: (-len(tree.tokens), tree.windows[0]))
         most = TOKENS[self.run.device.type]

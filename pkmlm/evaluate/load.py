@@ -1,5 +1,6 @@
 """A trained run, a model exported from one, or a model with a memory attached, ready to be measured."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +12,19 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import check_device, default_device, is_finite
 from pkmlm.distributed import World
 from pkmlm.errors import UserError, read_errors
-from pkmlm.evaluate.attached import Hosted, open_attached
 from pkmlm.export.config import ATTACHED, is_attached, is_export
 from pkmlm.export.folder import read_export
 from pkmlm.files import sha256_of
+from pkmlm.model.language_model import LanguageModel
 from pkmlm.model.memory.values import table_ranks
-from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest, read_progress
+
+# Opens attachments. It is imported by name: attaching builds on measuring and training, and so lies above this room.
+OPENER = "pkmlm.attach.hosted"
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class LoadedRun:
         checkpoint: its digest, by which results name it; empty for an export or an attachment.
         model: in evaluation mode, in fp32; but tables of an export may be in 8 or 4 bits, and a model with a memory
             attached is in its own dtype.
+        begin: the token that begins a text, if it is not the end-of-document token.
         data: sha256 of "tokenizer" and of the splits "train" and "valid" that it was trained on; empty for an export.
     """
 
@@ -41,10 +46,11 @@ class LoadedRun:
     step: int
     tokens: int
     recipe: Recipe
-    model: Transformer
+    model: LanguageModel
     tokenizer: Tokenizer
     device: torch.device
     checkpoint: str = ""
+    begin: int | None = None
     data: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -62,8 +68,7 @@ class LoadedRun:
         """The token that is put before a text: the end-of-document token, as in training; for a model with a memory
         attached, the `bos_token_id` of its config if there is one, as in lm-eval's own backend.
         """
-        begin = self.model.begin if isinstance(self.model, Hosted) else None
-        return self.tokenizer.eos if begin is None else begin
+        return self.tokenizer.eos if self.begin is None else self.begin
 
 
 def load_run(
@@ -89,17 +94,16 @@ def load_run(
         message = f"--base {base} is for an attached memory, which {path} is not (no {ATTACHED} in it)"
         raise UserError(message, "leave --base out")
     if is_export(path):
-        model: Transformer
         if attached:
-            held, recipe, model, tokenizer = open_attached(path, None if base is None else Path(base), device)
-            tokens = 0
+            opened: LoadedRun = importlib.import_module(OPENER).open_attached(path, base, device)
         else:
             recipe, (_, held, tokens), model, tokenizer = read_export(path, device)
-        if step not in ("best", "latest", str(held)):
-            raise UserError(f"{path} holds only step {held} (found --step {step})", "leave --step out")
-        check_values(model, path)
-        frozen = model.eval().requires_grad_(False)
-        return LoadedRun(path, held, tokens, recipe, frozen, tokenizer, device)
+            opened = LoadedRun(path, held, tokens, recipe, model, tokenizer, device)
+        if step not in ("best", "latest", str(opened.step)):
+            raise UserError(f"{path} holds only step {opened.step} (found --step {step})", "leave --step out")
+        check_values(opened.model, path)
+        opened.model.eval().requires_grad_(False)
+        return opened
     run = RunDirectory.existing(path)
     while True:
         number = run.resolve(step)
@@ -128,7 +132,7 @@ def load_run(
         raise UserError(message, "copy the run's folder again", exit_code=1)
     check_values(model, run.checkpoint(number))
     frozen = model.eval().requires_grad_(False)
-    return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, digest, progress.data)
+    return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, digest, data=progress.data)
 
 
 def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: str | Path | None = None) -> LoadedRun:
@@ -141,7 +145,7 @@ def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: st
         return run if run.step == newest else load_run(path, str(newest), base=base)
 
 
-def check_values(model: Transformer, path: Path) -> None:
+def check_values(model: LanguageModel, path: Path) -> None:
     """Refuse weights that training cannot produce, even if their hashes match.
 
     Raises:

@@ -16,7 +16,7 @@ from pkmlm.distributed import World
 from pkmlm.errors import NotFinite, UserError
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.likelihood import Window, score_targets
-from pkmlm.model.transformer import Transformer
+from pkmlm.model.language_model import LanguageModel
 from pkmlm.runs.results import perplexity
 
 BATCH = 16  # windows of a forward pass
@@ -66,7 +66,7 @@ def windows(ids: np.ndarray, prefix: int, context: int, stride: int) -> Iterator
 
 @torch.no_grad()
 def score(
-    model: Transformer,
+    model: LanguageModel,
     documents: Documents,
     prefix: int,
     *,
@@ -125,7 +125,7 @@ def score(
 
 
 def score_windows(
-    model: Transformer, group: list[Window], watch: Callable[[Tensor], None] | None = None
+    model: LanguageModel, group: list[Window], watch: Callable[[Tensor], None] | None = None
 ) -> list[Tensor]:
     """-log p of the targets of each window of a batch, in float64; a causal model does not see the padding, which is
     on the right.

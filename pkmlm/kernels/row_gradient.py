@@ -30,6 +30,7 @@ class RowGradient:
         chosen_K: bool, the rows whose gradient counts; that of all others is 0. None: all.
         reads: of each backward pass that is not in the sums.
         sums: of rows (K, D), in fp32 (fp64 for fp64 reads), and which of them have been read (K); None: no sums yet.
+        of_all_ranks: whether ranks have exchanged their reads already.
     """
 
     def __init__(self, rows: int, *, every_row: bool = False):
@@ -43,6 +44,7 @@ class RowGradient:
         self.chosen_K: Tensor | None = None
         self._joined: tuple[Tensor, Segments] | None = None
         self.scale = 1.0
+        self.of_all_ranks = False
 
     def __bool__(self) -> bool:
         """Whether there has been a backward pass."""

@@ -31,6 +31,7 @@ from pkmlm.errors import UserError, memory_errors, printable
 from pkmlm.evaluate.documents import open_split
 from pkmlm.evaluate.load import load_run
 from pkmlm.files import locked, make_folder, write_text
+from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.recipe.shipped import find_base
 from pkmlm.runs.directory import RunDirectory
@@ -384,6 +385,7 @@ def time_models(results: Results, runs: Path, say: Say) -> None:
     with memory_errors("memory does not hold all models together"):
         for point, cell in cells.items():
             run = load_run(runs / cell.name, "latest")
+            assert isinstance(run.model, Transformer)  # as every run's is
             context = run.recipe.model.context
             sequences = max(1, TIMED_TOKENS // context)
             corpus = open_split(cell.recipe.data.folders, "test", run.tokenizer)

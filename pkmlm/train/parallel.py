@@ -92,6 +92,7 @@ def all_gather_row_gradients(gradient: RowGradient, ranks: World) -> None:
         gradient: this rank's, after its last micro-batch.
         ranks: those that hold the same columns of the table.
     """
+    gradient.of_all_ranks = True
     if ranks.size == 1 or not gradient:
         return
     if gradient.sums is None:
@@ -109,6 +110,29 @@ def all_gather_row_gradients(gradient: RowGradient, ranks: World) -> None:
             return
     sums_KD, read_K = gradient.fold()
     gradient.replace([], (ranks.all_sum(sums_KD), ranks.all_any(read_K)))
+
+
+def average_row_gradients(table: Values, ranks: World) -> None:
+    """Turn a table's gradient into its mean over the ranks, as DDP does with dense parameters, unless they have
+    exchanged it already. Batches may differ in size, and a rank may have read nothing.
+
+    Args:
+        table: it keeps its reads.
+        ranks: each holds the whole table.
+    """
+    gradient, weight_KD = table.gradient, table.weight_KD
+    if ranks.size == 1 or gradient is None or gradient.of_all_ranks:
+        return
+    if not ranks.all_any(torch.tensor([bool(gradient)], device=weight_KD.device)):
+        return
+    if not gradient:
+        gradient.replace([], (torch.zeros_like(weight_KD), torch.zeros_like(weight_KD[:, 0], dtype=torch.bool)))
+    if gradient.scale != 1:  # each rank has clipped its own
+        sums = gradient.fold()
+        gradient.replace([], (gradient.scale * sums[0], sums[1]))
+    even_row_gradients(gradient, ranks)
+    all_gather_row_gradients(gradient, ranks)
+    gradient.scale = 1 / ranks.size
 
 
 def even_row_gradients(gradient: RowGradient, ranks: World) -> None:

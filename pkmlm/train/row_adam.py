@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pkmlm.distributed import current_world
 from pkmlm.kernels import backend
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.values import Values
+from pkmlm.train.parallel import average_row_gradients
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -41,11 +43,15 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every table that has had a backward pass since the last step."""
+        """Update every table that has had a backward pass since the last step. If torch.distributed has several ranks,
+        all of them call this, and each takes the mean of their gradients.
+        """
         if closure is not None:
             raise ValueError(f"{type(self).__name__} takes no closure")
         (group,) = self.param_groups
+        world = current_world()
         for table in self.tables:
+            average_row_gradients(table, world)
             update_rows(table, partial(self.move_rows, group))
 
     def move_rows(

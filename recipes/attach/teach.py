@@ -23,12 +23,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import pkmlm
+from pkmlm.attach.hosted import Hosted, load_host
 from pkmlm.bench.rounds import interleaved
 from pkmlm.console import Column, Table, number
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.evaluate.attached import Hosted, load_host
 from pkmlm.evaluate.documents import documents_of_split, open_split
 from pkmlm.evaluate.perplexity import score
 from pkmlm.files import make_folder, write_json, write_text

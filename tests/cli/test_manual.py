@@ -111,9 +111,12 @@ def test_every_command_of_the_readme_and_the_manual(folder):
 
 @pytest.mark.slow
 def test_the_page_on_attaching_does_what_it_says(tmp_path):
-    first, look, second = blocks(PAGES["attach"], "python")
-    first = first.replace("attached.save", f"{look}attached.save")
-    said = run_python(f"{first}another_copy = GPT2LMHeadModel(model.config)\n{second}", tmp_path).splitlines()
+    first, look, second, back = blocks(PAGES["attach"], "python")
+    first = first.replace("attached.save", f"{look}model.save_pretrained('whole')\nattached.save")
+    first = first.replace("attached.detach", "after = model(input_ids=tokens).logits\nattached.detach")
+    again = "another_copy = GPT2LMHeadModel(model.config)\n"
+    check = "assert torch.equal(model(input_ids=tokens).logits, after)\n"
+    said = run_python(f"{first}{again}{second}{back}{check}", tmp_path).splitlines()
     assert [re.sub(r"[\d.]+%", "%", line) for line in said[:2]] == [
         f"layer {layer}: % of the slots were read" for layer in (2, 3)
     ]

@@ -434,6 +434,48 @@ def row_gradients_of_other_sizes(rows: int, other: int) -> None:
         assert torch.equal(every[0], every[1])
 
 
+def row_adam_of_all_ranks() -> None:
+    """A network of a user's under DDP, with RowAdam for its values: both ranks hold what one process would."""
+    import pkmlm
+
+    x_BTD = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(3))
+
+    def trained(world: World, *, clip: bool = False) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        memory = pkmlm.ProductKeyMemory(16, num_keys=8, heads=2, topk=4, key_dim=8, query_norm="rms")
+        network = nn.Sequential(nn.Linear(16, 16), memory, nn.Linear(16, 16))
+        values = memory.values
+        rows = pkmlm.RowAdam([values], lr=0.01)
+        rest = torch.optim.SGD([p for p in network.parameters() if p is not values.weight_KD], lr=0.1)
+        called: nn.Module = network if world.size == 1 else nn.parallel.DistributedDataParallel(network)
+        for _ in range(3):
+            called(x_BTD.chunk(world.size)[world.rank]).square().mean().backward()
+            if clip and world.rank == 1:
+                values.gradient.scale = 0.5
+            for optimizer in (rows, rest):
+                optimizer.step()
+                optimizer.zero_grad()
+        moments = rows.state[values.weight_KD]["exp_avg"]
+        return {"moments": moments, **{name: p.detach().clone() for name, p in network.named_parameters()}}
+
+    alone = trained(World())
+    with init_distributed() as world:
+        for name, tensor in trained(world).items():
+            torch.testing.assert_close(tensor, alone[name], msg=name, atol=1e-6, rtol=1e-4)
+        for name, tensor in trained(world, clip=True).items():
+            every = world.all_gather(tensor[None])
+            assert torch.equal(every[0], every[1]), name
+        table = Values(5, 3, std=1.0, group="values")
+        with torch.no_grad():
+            table.weight_KD.fill_(1.0)
+        optimizer = pkmlm.RowAdam([table], lr=0.1)
+        optimizer.step()  # no rank has read it
+        if world.rank == 0:
+            table(torch.tensor([[1]]), torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(table.weight_KD[:3, 0].detach(), torch.tensor([1.0, 0.9, 1.0]))
+
+
 def attached_to_a_model() -> None:
     """A memory attached to a model under DDP: each rank with its texts, and both with those of all as one process."""
     from transformers import GPT2Config, GPT2LMHeadModel

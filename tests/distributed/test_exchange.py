@@ -38,6 +38,10 @@ def test_ranks_with_batches_of_other_sizes_have_the_gradient_of_all(ranks, rows,
     ranks.run(2, "row_gradients_of_other_sizes", rows=rows, other=other)
 
 
+def test_row_adam_averages_over_the_ranks(ranks):
+    ranks.run(2, "row_adam_of_all_ranks")
+
+
 @pytest.mark.slow
 def test_two_ranks_train_an_attached_memory_as_one(ranks):
     ranks.run(2, "attached_to_a_model")

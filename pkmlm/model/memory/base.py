@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.model.init import initialise
-from pkmlm.model.memory.values import Values
+from pkmlm.model.memory.values import Modules, Values
 
 Layer = TypeVar("Layer")
 Inputs = ParamSpec("Inputs")
@@ -115,12 +115,12 @@ class SparseMemory(nn.Module, ABC):
         """Numbers that autograd keeps for the backward, besides the input and output: an estimate."""
 
 
-def memories(model: nn.Module) -> list[SparseMemory]:
+def memories(model: Modules) -> list[SparseMemory]:
     """Every memory of a model, in the order of their taps."""
     return [module for module in model.modules() if isinstance(module, SparseMemory)]
 
 
-def usage_taps(model: nn.Module) -> list[UsageTap]:
+def usage_taps(model: Modules) -> list[UsageTap]:
     """Every tap of a model, by layer and in the order in which the block reads."""
     return [module for module in model.modules() if isinstance(module, UsageTap)]
 

@@ -42,6 +42,7 @@ class KeyMemory(SparseMemory):
     """
 
     kind: ClassVar[Kind]
+    spec: Memory  # the recipe's section with these arguments
     saved_per_read: ClassVar[int]  # numbers of 4 bytes: a weight, and indices of 8 bytes
 
     def __init__(
@@ -108,6 +109,7 @@ class KeyMemory(SparseMemory):
         if topk > memory.key_rows:
             raise ValueError(f"topk: found {topk} (expected at most {memory.key_rows}, the keys to choose from)")
         width = value_dim or dim
+        self.dim, self.spec = dim, memory
         self.topk, self.scores = topk, scores
         self.reads = heads * topk
         self.scores_per_query = memory.key_rows * (2 if memory.halved else 1)

@@ -164,6 +164,7 @@ class NGramMemory(SparseMemory):
             raise ValueError(f"rows: found {rows} (expected a prime, such as {prime}, or 1)")
         if fusion == "add" and row_dim != dim:
             raise ValueError(f"row_dim: found {row_dim} (expected {dim}, the width of the stream)")
+        self.dim, self.spec = dim, spec
         self.rows, self.tables = rows, spec.tables
         self.reads = spec.tables
         self.outputs = spec.tables if fusion == "gate" else 1

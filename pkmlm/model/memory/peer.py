@@ -4,6 +4,7 @@ N: tokens; D: model width; V: width of a value; r: reads of a token.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +46,7 @@ class PEER(ProductKeyMemory):
         """
         chosen = section(Memory, kind=self.kind, expert=expert).expert
         super().__init__(dim, **arguments)
+        self.spec = replace(self.spec, expert=chosen)
         self.activation = EXPERTS[chosen]
 
     @classmethod

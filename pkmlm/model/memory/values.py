@@ -7,8 +7,8 @@ N: tokens (of this rank); r: reads of a token; K: rows; D: width of the table; d
 that divide the columns; A: all their tokens (M * N); S: some rows; C: bytes of a quantized row.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -204,7 +204,17 @@ class Pool(nn.Module):
             self.add_module(name, table)
 
 
-def tables_of(model: nn.Module) -> dict[str, Values]:
+class Modules(Protocol):
+    """A network, as far as its modules are concerned."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+def tables_of(model: Modules) -> dict[str, Values]:
     """The tables of a model by the paths of their weights."""
     return {f"{path}.weight_KD": module for path, module in model.named_modules() if isinstance(module, Values)}
 

@@ -13,10 +13,10 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from pkmlm import __version__
+from pkmlm.attach.places import NAME, Attached, Mode, base_parameters
 from pkmlm.errors import UserError
 from pkmlm.export.config import ATTACHED, is_attached
 from pkmlm.files import MANIFEST, check_files, entry_of, read_json, read_manifest, write_json, writing_folder
-from pkmlm.model.attached import NAME, Attached, Mode, base_parameters
 from pkmlm.runs.checkpoint import load_tensors, write_tensors
 
 VERSION = 1

@@ -1,6 +1,4 @@
-"""A `transformers` model with a memory attached, behind the interface of our own `Transformer`.
-
-In this package, only this module needs `transformers`, and only when it loads such a model.
+"""A model of `transformers`, perhaps with memories attached, as what is measured: a `LanguageModel`.
 
 B: sequences; T: positions; D: model width; V: vocabulary.
 """
@@ -15,35 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pkmlm.attach.hosts import block_owner, find_blocks, text_config, vocabulary_of
+from pkmlm.attach.layers import DENSE, NGRAM, ngram_spec
+from pkmlm.attach.ngrams import CACHES
+from pkmlm.attach.places import Place, attachments_of, insert
+from pkmlm.attach.saved import check_base, read_facts, read_weights
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError, first_line, is_out_of_memory
-from pkmlm.export.attached import check_base, read_facts, read_weights
+from pkmlm.evaluate.load import LoadedRun
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
 from pkmlm.files import MANIFEST, read_json
-from pkmlm.model.attached import (
-    DENSE,
-    NAME,
-    NGRAM,
-    block_owner,
-    find_blocks,
-    insert,
-    ngram_spec,
-    text_config,
-    vocabulary_of,
-)
 from pkmlm.model.attention import AttentionLayout, KVCache
-from pkmlm.model.host_ngrams import CACHES
 from pkmlm.model.memory.base import SparseMemory
-from pkmlm.model.transformer import Transformer
+from pkmlm.model.memory.ngram import NGramIds
 from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
 
 CONTEXT = 2048  # most tokens that a model reads at once: the maximum in its config may not fit into memory
 
 
-class Hosted(Transformer):
+class Hosted(nn.Module):
     """A causal `transformers` model with its hidden states and its head apart.
 
     Args:
@@ -51,29 +42,31 @@ class Hosted(Transformer):
 
     Attributes:
         embedding, blocks, norm: the host's; norm is the identity if no final norm is found.
-        ngram_ids: the token lookup of attached n-gram memories; None: there are none.
-        begin: the `bos_token_id` of its config; None: the config has none within the vocabulary.
+        ngram_ids: the token lookup of the n-gram memories attached first; None: there are none.
 
     Raises:
         UserError: its logits are not its output embedding applied to the last hidden state.
     """
 
+    embedding: nn.Embedding
+    blocks: nn.ModuleList
+    norm: nn.Module
+    ngram_ids: NGramIds | None
+
     def __init__(self, host: Any):
-        nn.Module.__init__(self)
+        super().__init__()
         self.host = host
         config = text_config(host)
         self.context = min(getattr(config, "max_position_embeddings", CONTEXT), CONTEXT)
-        begin = getattr(config, "bos_token_id", None)
-        self.begin = begin if isinstance(begin, int) and 0 <= begin < vocabulary_of(host) else None
         blocks, parts = find_blocks(host), list(block_owner(host).children())
-        place = parts.index(blocks)
-        norms = [each for each in parts[place + 1 :] + parts[:place][::-1] if "norm" in type(each).__name__.lower()]
+        at = parts.index(blocks)
+        norms = [each for each in parts[at + 1 :] + parts[:at][::-1] if "norm" in type(each).__name__.lower()]
         norm = norms[0] if norms else nn.Identity()
-        attached = getattr(host, NAME, None)
-        ngram_ids = getattr(attached, "ngram_ids", None)
-        for each in () if attached is None else attached.places.values():
-            if each.gate is not None and isinstance(each.layer, SparseMemory):
-                each.layer.sign = copysign(1.0, each.gate.item())
+        attached = attachments_of(host).values()
+        ngram_ids = next((each.ngram_ids for each in attached if each.ngram_ids is not None), None)
+        for module in host.modules():
+            if isinstance(module, Place) and module.gate is not None and isinstance(module.layer, SparseMemory):
+                module.layer.sign = copysign(1.0, module.gate.item())
         # Plain attributes: registered as submodules, they would be stored twice.
         self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, ngram_ids=ngram_ids)
         named = inspect.signature(type(host).forward).parameters
@@ -86,7 +79,7 @@ class Hosted(Transformer):
             raise UserError(f"{name} computes logits from more than its output embedding, which is not supported")
 
     def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None, layout: AttentionLayout | None = None) -> Tensor:
-        """As `Transformer.hidden`, but without a layout."""
+        """The last hidden state (B, T, D), as `LanguageModel.hidden`, but without a layout."""
         if layout is not None:
             raise ValueError("layout is given (expected None)")
         options: dict[str, Any] = {"use_cache": False}
@@ -109,8 +102,12 @@ class Hosted(Transformer):
         logits: Tensor = output(h_BTD.to(output.weight.dtype))
         return logits
 
+    def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits (B, T, V): at each position, of the token after it."""
+        return self.head(self.hidden(tokens_BT, cache))
 
-def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[int, Recipe, Hosted, Tokenizer]:
+
+def open_attached(path: Path, base: str | Path | None, device: torch.device) -> LoadedRun:
     """Load an attachment together with the model that it belongs to.
 
     Args:
@@ -118,14 +115,16 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
         base: the model's folder; None: the one recorded in `path`.
 
     Returns:
-        the steps that the attachment was trained for; a recipe with the model's shape; the model, in evaluation mode
-        and in the dtype that it was trained in; and its tokenizer.
+        the model, in the dtype that it was trained in, with a recipe of its shape, and the `bos_token_id` of its config
+        if that lies within the vocabulary.
 
     Raises:
         UserError: `base` is not a `transformers` model, or is another one; (exit code 1) a folder is damaged.
     """
     facts = read_facts(path)
-    if base is None:
+    if base is not None:
+        base = Path(base)
+    else:
         base = Path(facts["base"]["name"])
         if not facts["base"]["name"] or not base.is_dir():
             name = " ".join(filter(None, (facts["base"]["architecture"], facts["base"]["name"])))
@@ -134,7 +133,7 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
     host = load_host(base, facts["base"]["dtype"])
     check_base(path, facts, host)
     host.to(device)
-    attached, _ = insert(host, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], seed=None)
+    attached, _ = insert(host, facts["kind"], facts["arguments"], facts["layers"], facts["mode"])
     read_weights(path, facts, attached)
     host.eval()
     model = Hosted(host)
@@ -164,7 +163,9 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
         memory=memory,
         ngram=ngram,
     )
-    return facts["step"], Recipe(name=path.resolve().name, model=shape), model, tokenizer
+    recipe, begin = Recipe(name=path.resolve().name, model=shape), getattr(config, "bos_token_id", None)
+    begin = begin if isinstance(begin, int) and 0 <= begin < vocabulary_of(host) else None
+    return LoadedRun(path, facts["step"], 0, recipe, model, tokenizer, device, begin=begin)
 
 
 def load_host(path: Path, dtype: str) -> Any:

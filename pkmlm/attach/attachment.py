@@ -1,13 +1,8 @@
-"""Attach a memory to a pretrained model: `pkmlm.attach`, and its control of equal operations, `pkmlm.attach_dense`.
-
-`model.attached` has the modules that are attached and the places for them, `export.attached` their folder; this module
-trains them.
-"""
+"""Attach a memory to a pretrained model: `pkmlm.attach`, and its control of equal operations, `pkmlm.attach_dense`."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,33 +15,21 @@ from pkmlm.analysis.counters import ReadListener, UsageCounters
 from pkmlm.analysis.slot_contexts import AFTER, BEFORE, Context, TopContexts
 from pkmlm.analysis.slots import LogitLens, SlotDetails, find_memory, most_read
 from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.attach.hosted import Hosted
+from pkmlm.attach.hosts import choose_blocks, find_tokenizer, text_config, vocabulary_of
+from pkmlm.attach.layers import DENSE, NGRAM, Layer, settings_of
+from pkmlm.attach.optimizer import AdamWAndRowAdam
+from pkmlm.attach.places import NAME, Mode, attachments_of, insert
+from pkmlm.attach.saved import check_base, read_facts, read_weights, write_attached
 from pkmlm.data.canonical import host_canonical_ids
-from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.data.tokenizer_file import tokenizer_file
-from pkmlm.distributed import current_world
 from pkmlm.errors import UserError
-from pkmlm.evaluate.attached import Hosted
-from pkmlm.export.attached import check_base, read_facts, read_weights, write_attached
-from pkmlm.model.attached import (
-    DENSE,
-    NAME,
-    NGRAM,
-    Mode,
-    base_parameters,
-    choose_blocks,
-    insert,
-    layer_kind,
-    text_config,
-    vocabulary_of,
-)
-from pkmlm.model.memory.values import Values, tables_of
-from pkmlm.train.parallel import all_gather_row_gradients, even_row_gradients
-from pkmlm.train.row_adam import adam_rows, check_settings, update_rows
+from pkmlm.model.memory.values import tables_of
+from pkmlm.train.row_adam import RowAdam, check_settings
 
 
 def attach(
     model: nn.Module,
-    memory: Mapping[str, Any] | str | Path,
+    memory: Mapping[str, Any] | Layer | str | Path,
     layers: Sequence[int] | None = None,
     mode: Mode = "add",
     *,
@@ -54,7 +37,7 @@ def attach(
     freeze: bool = True,
     seed: int = 1,
 ) -> "Attachment":
-    """Attach a memory to some blocks of a causal model of transformers.
+    """Attach a memory to some blocks of a causal model of transformers, beside others that are attached to it already.
 
     In mode "add", the memory reads the FFN's input, and its output is added to the FFN's, times a learnt gate that
     starts at 0: the logits stay the same bit for bit until training moves the gate (a memory beside an FFN: Kim and
@@ -69,13 +52,15 @@ def attach(
         model: has a config and one list of blocks (GPT-2, GPT-NeoX, Llama, Qwen and others); it is changed in place.
         memory: the keys of a recipe's `model.memory`, such as {"kind": "product-key", "num_keys": 128, "heads": 4,
             "topk": 8, "key_dim": 64}; `query_norm` is "rms" unless given. Or those of `model.ngram`, such as
-            {"kind": "ngram", "orders": [2, 3], "heads": 4, "rows": 4093, "row_dim": 16}. Or a folder that
-            `Attachment.save` wrote, which sets everything but `freeze`; its weights are loaded.
+            {"kind": "ngram", "orders": [2, 3], "heads": 4, "rows": 4093, "row_dim": 16}. Or a layer for one block, such
+            as `pkmlm.ProductKeyMemory(dim, query_norm="rms")`, with its weights. Or a folder that `Attachment.save`
+            wrote, which sets everything but `freeze`; its weights are loaded.
         layers: the blocks, counted from 1.
         mode: "add" or "replace".
         tokenizer: the file or folder of the model's tokenizer, from which an n-gram memory takes canonical ids (unless
-            it has "canonical": False); None: the folder that the model was loaded from.
-        freeze: train only what is attached.
+            it has "canonical": False); None: the folder that the model was loaded from. The ids of an `NGramMemory` are
+            canonical only if a tokenizer is given.
+        freeze: train only what is attached, for as long as it is.
         seed: of the initial weights.
 
     Raises:
@@ -83,47 +68,39 @@ def attach(
             and not found; the folder is damaged or belongs to another model.
     """
     if isinstance(memory, str | Path):
+        given: dict[str, Any] = {"layers": layers, "tokenizer": tokenizer}
+        given |= {"mode": None if mode == "add" else mode, "seed": None if seed == 1 else seed}
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(f"{name} is {value}, but {memory} sets it", f"leave {name} out")
         facts = read_facts(folder := Path(memory))
-        for name, given, fits in (
-            ("layers", layers, layers is None),
-            ("mode", mode, mode in ("add", facts["mode"])),
-            ("tokenizer", tokenizer, tokenizer is None),
-            ("seed", seed, seed == 1),
-        ):
-            if not fits:
-                raise UserError(f"{name} is {given} (expected none: {memory} sets it)")
         check_base(folder, facts, model)
-        attachment = Attachment(model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze, None)
-        read_weights(folder, facts, attachment.module)
+        attachment = Attachment(
+            model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze=freeze, seed=None
+        )
+        try:
+            read_weights(folder, facts, attachment.module)
+        except BaseException:
+            attachment.detach()
+            raise
         attachment.step = facts["step"]
         return attachment
     if layers is None:
         raise UserError("layers is None (expected the blocks that get a memory, counted from 1)")
-    kind, arguments = layer_kind(memory)
+    kind, arguments = settings_of(memory)
+    made = None if isinstance(memory, Mapping) else memory
     if kind != NGRAM:
         if tokenizer is not None:
-            raise UserError(f"tokenizer is {tokenizer} (expected none: only n-gram memories need one)")
-        return Attachment(model, kind, arguments, layers, mode, freeze, seed)
+            raise UserError(f"tokenizer is {tokenizer}, but only n-gram memories need one", "leave tokenizer out")
+        return Attachment(model, kind, arguments, layers, mode, freeze=freeze, seed=seed, made=made)
+    if made is not None and tokenizer is None:
+        arguments["canonical"] = False
     own = find_tokenizer(model, tokenizer) if arguments.get("canonical", True) else None
     canonical = host_canonical_ids(text_config(model), vocabulary_of(model), own)
-    attachment = Attachment(model, kind, arguments, layers, mode, freeze, seed)
+    attachment = Attachment(model, kind, arguments, layers, mode, freeze=freeze, seed=seed, made=made)
     assert attachment.module.ngram_ids is not None
     attachment.module.ngram_ids.canonical_V.copy_(torch.from_numpy(canonical))
     return attachment
-
-
-def find_tokenizer(model: nn.Module, given: str | Path | None) -> Tokenizer:
-    """The tokenizer in a file or folder; None: in the model's folder.
-
-    Raises:
-        UserError: there is none, or its kind is not supported.
-    """
-    name = str(given or getattr(model.config, "_name_or_path", ""))
-    file = tokenizer_file(Path(name)) if Path(name).is_dir() else Path(name)
-    if given is None and not (name and file.is_file()):
-        message = f"canonical ids need the model's tokenizer, but the model's folder {name!r} has none"
-        raise UserError(message, 'give its folder: attach(..., tokenizer=DIR); or set "canonical": False')
-    return Tokenizer.load(file)
 
 
 def attach_dense(
@@ -148,10 +125,10 @@ def attach_dense(
         UserError: as `attach`.
     """
     if not isinstance(like, Attachment):
-        raise UserError(f"like is a {type(like).__name__} (expected what `attach` returned)")
+        raise UserError(f"like is a {type(like).__name__} (expected an Attachment: what `attach` returned)")
     layers = like.module.layers if layers is None else choose_blocks(model, layers)
     inner = round(like.flops_per_token() / len(layers) / (3 * like.module.dim))
-    return Attachment(model, DENSE, {"inner": max(1, inner)}, layers, like.module.mode, freeze, seed)
+    return Attachment(model, DENSE, {"inner": max(1, inner)}, layers, like.module.mode, freeze=freeze, seed=seed)
 
 
 class Attachment:
@@ -171,21 +148,29 @@ class Attachment:
         arguments: Mapping[str, Any],
         layers: Sequence[int],
         mode: Mode,
+        *,
         freeze: bool,
         seed: int | None,
+        made: Layer | None = None,
     ):
         """Use `attach` or `attach_dense`."""
         if not isinstance(freeze, bool):
             raise UserError(f"freeze is {freeze!r} (expected True or False)")
         self.model, self.step = model, 0
-        self.module, self._remove = insert(model, kind, arguments, layers, mode, seed)
-        self._frozen = [each for _, each in base_parameters(model) if freeze and each.requires_grad]
-        for parameter in self._frozen:
-            parameter.requires_grad_(False)
+        self.module, self._remove = insert(model, kind, arguments, layers, mode, freeze=freeze, seed=seed, made=made)
+        self._prefix = f"{NAME}.{self.module.name}."
+        self._rows: RowAdam | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that train: those of what is attached and, unless it is frozen, of the model."""
-        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        """The parameters that train: those of what is attached and, unless it is frozen, of the model; not those of
+        other attachments."""
+        return (parameter for _, parameter in self._trained())
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.model.named_parameters():
+            of_another = name.startswith(f"{NAME}.") and not name.startswith(self._prefix)
+            if parameter.requires_grad and not of_another:
+                yield name, parameter
 
     def flops_per_token(self) -> int:
         """Multiply-adds per token that the attached layers add: of linear maps, and with keys and rows of tables."""
@@ -199,7 +184,7 @@ class Attachment:
         betas: tuple[float, float] = (0.9, 0.98),
         values_betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
-    ) -> "RowAdamW":
+    ) -> AdamWAndRowAdam:
         """Make one optimizer for everything that trains: once, and before the model is wrapped for several processes.
 
         Args:
@@ -212,41 +197,39 @@ class Attachment:
             UserError: there is one already.
             ValueError: a setting is not possible.
         """
-        self._check()
+        self.check_attached()
         check_settings(lr, betas, weight_decay=weight_decay)
-        lr_of_values = 4 * lr if values_lr is None else values_lr
-        check_settings(lr_of_values, values_betas)
         tables = tables_of(self.module)
         if any(table.gradient is not None for table in tables.values()):
             raise UserError(
                 "what is attached has an optimizer already", "use that one; its param_groups hold the rates"
             )
-        names = {f"{NAME}.{name}" for name in tables}
-        rest = [
-            parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and name not in names
-        ]
+        names = {self._prefix + name for name in tables}
+        rest = [parameter for name, parameter in self._trained() if name not in names]
         groups: list[dict[str, Any]] = [
             {"params": [each for each in rest if each.ndim == 2], "weight_decay": weight_decay},
             {"params": [each for each in rest if each.ndim != 2]},
         ]
+        dense = torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0)
         if tables:
-            chosen = [table.weight_KD for table in tables.values()]
-            groups.append({"params": chosen, "lr": lr_of_values, "betas": values_betas})
-        optimizer = RowAdamW(groups, list(tables.values()), lr, betas, self)
+            self._rows = RowAdam(tables.values(), 4 * lr if values_lr is None else values_lr, values_betas)
         self._hide_from_ddp(names)
-        return optimizer
+        return AdamWAndRowAdam(dense, self._rows, self)
 
     def _hide_from_ddp(self, names: Iterable[str]) -> None:
-        """Make DistributedDataParallel ignore these parameters of what is attached, and no others of it."""
+        """Make DistributedDataParallel ignore these parameters of what is attached, and no others of it: row Adam
+        averages their gradients, and DDP would sum zeros. Torch has no public way to say so.
+        """
         ignored = getattr(self.model, "_ddp_params_and_buffers_to_ignore", ())
-        others = [name for name in ignored if not name.startswith(f"{NAME}.")]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [*others, *names])
+        ignored = [*(name for name in ignored if not name.startswith(self._prefix)), *names]
+        if ignored:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
+        elif hasattr(self.model, "_ddp_params_and_buffers_to_ignore"):
+            del self.model._ddp_params_and_buffers_to_ignore
 
-    def _check(self) -> None:
+    def check_attached(self) -> None:
         """Refuse to go on after `detach`: the model runs without this, and may have another attachment by now."""
-        if getattr(self.model, NAME, None) is not self.module:
+        if attachments_of(self.model).get(self.module.name) is not self.module:
             raise UserError("this was detached from its model", "attach it again: pkmlm.attach(model, FOLDER)")
 
     def save(self, folder: str | Path, *, replace: bool = False) -> None:
@@ -259,7 +242,7 @@ class Attachment:
         Raises:
             UserError: the folder holds something else, or (exit code 1) it cannot be written.
         """
-        self._check()
+        self.check_attached()
         write_attached(Path(folder), self.module, self.model, self.step, replace=replace)
 
     def load(self, folder: str | Path) -> None:
@@ -268,7 +251,7 @@ class Attachment:
         Raises:
             UserError: the kind, its settings, the blocks or the model differ; (exit code 1) the folder is damaged.
         """
-        self._check()
+        self.check_attached()
         facts = read_facts(Path(folder))
         check_base(Path(folder), facts, self.model)
         read_weights(Path(folder), facts, self.module)
@@ -276,11 +259,11 @@ class Attachment:
 
     def detach(self) -> None:
         """Remove what is attached: the model computes as before, and the same parameters train as before."""
-        self._check()
+        self.check_attached()
         self._remove()
         self._hide_from_ddp(())  # what is attached next may have the same names, and another optimizer
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
+        for table in () if self._rows is None else self._rows.tables:
+            table.gradient = None  # a layer that the user made may get another optimizer
 
     def usage(self, batches: Iterable[Tensor | Mapping[str, Any]]) -> list[MemoryUsage]:
         """What the memories read: one entry per layer, and one for a shared table. `.as_json()` has usage, KL and more.
@@ -293,7 +276,7 @@ class Attachment:
         Raises:
             UserError: a batch is not valid; a memory reads with weights that are not finite.
         """
-        self._check()
+        self.check_attached()
         with evaluating(self.model), UsageCounters(self.module) as counters:
             self._read(batches, counters)
         return counters.memories()
@@ -320,7 +303,7 @@ class Attachment:
             UserError: a batch is not valid; there is no such memory; the model makes logits by more than its output
                 embedding of the last hidden state.
         """
-        self._check()
+        self.check_attached()
         memory = find_memory(self.module, None if layer is None else str(layer))
         counters = UsageCounters(self.module, [memory.tap], overlap=False)
         kept = TopContexts(memory.tap, next(self.module.parameters()).device)
@@ -364,20 +347,16 @@ class Attachment:
 
 def checked(inputs: Mapping[str, Any], name: str, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The ids (B, T) that a model is called with, and which of them are not padding (bool), if they are valid."""
-    ids_BT, hint = inputs.get("input_ids"), "give a list of batches: [tokens]"
-    if not isinstance(ids_BT, Tensor):
-        raise UserError(f"{name} has a {type(ids_BT).__name__} as input_ids (expected a tensor, (B, T))", hint)
-    if ids_BT.ndim != 2 or ids_BT.dtype not in (torch.int32, torch.int64):
-        found = f"{ids_BT.dtype} ids of shape {tuple(ids_BT.shape)}"
-        raise UserError(f"{name} has {found} (expected int64 or int32, (B, T))", hint)
-    least, most = (int(ids_BT.min()), int(ids_BT.max())) if ids_BT.numel() else (0, 0)
-    if least < 0 or most >= vocab_size:
-        raise UserError(f"{name} has ids from {least} to {most} (expected 0 to {vocab_size - 1}, the model's)")
-    mask_BT = inputs.get("attention_mask")
+    ids_BT, mask_BT = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(ids_BT, Tensor) or ids_BT.ndim != 2 or ids_BT.dtype not in (torch.int32, torch.int64):
+        found = f"{ids_BT.dtype} {(*ids_BT.shape,)}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
+        raise UserError(f"{name}: input_ids is {found} (expected int64, (B, T))", "give a list of batches: [tokens]")
+    if ids_BT.numel() and not 0 <= ids_BT.min() <= ids_BT.max() < vocab_size:
+        most = vocab_size - 1
+        raise UserError(f"{name} has ids from {ids_BT.min()} to {ids_BT.max()} (expected 0 to {most}, the model's)")
     mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
     if mask_BT.shape != ids_BT.shape:
-        shape = tuple(mask_BT.shape)
-        raise UserError(f"{name} has a mask of shape {shape} (expected {tuple(ids_BT.shape)}, that of its ids)")
+        raise UserError(f"{name}: attention_mask is {tuple(mask_BT.shape)} (expected {tuple(ids_BT.shape)})")
     return ids_BT, mask_BT.bool()
 
 
@@ -392,75 +371,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
-
-
-class RowAdamW(torch.optim.AdamW):
-    """AdamW, with row Adam (see `pkmlm.RowAdam`) for tables of rows, as one torch optimizer: it can be scheduled, saved
-    and loaded like any other.
-
-    When several processes train together, it averages the gradients of the tables over them, as DistributedDataParallel
-    does for all other parameters.
-
-    Args:
-        groups: torch's parameter groups; if there are tables, the last is theirs.
-        tables: from now on, their backward passes leave the gradients in `gradient`, not in `.grad`.
-        lr, betas: for groups that do not set them.
-        attachment: its steps are counted, and saved with the optimizer.
-    """
-
-    # GradScaler then calls `step` with `grad_scale` set, which is refused there: it cannot unscale the reads.
-    _step_supports_amp_scaling = True
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        tables: list[Values],
-        lr: float,
-        betas: tuple[float, float],
-        attachment: Attachment,
-    ):
-        for table in tables:
-            table.keep_reads()
-        self.tables, self.attachment = tables, attachment
-        super().__init__(groups, lr=lr, betas=betas, weight_decay=0.0)
-        self.tables_group = len(groups) - 1  # more groups may be added after it
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update everything that has a gradient.
-
-        Raises:
-            UserError: the gradients are scaled by a GradScaler; the attachment was detached.
-        """
-        self.attachment._check()
-        if hasattr(self, "grad_scale"):
-            raise UserError("the loss is scaled (fp16)", "train in bf16 or fp32: what is attached is in fp32 anyway")
-        step: Any = torch.optim.AdamW.step
-        if getattr(step, "hooked", False):  # torch wraps it once an AdamW was made; this step has already run the hooks
-            step = step.__wrapped__
-        loss = step(self, closure)  # skips the tables, whose .grad is None
-        world = current_world()
-        for table in self.tables:
-            if table.gradient:
-                even_row_gradients(table.gradient, world)  # each rank pads its texts by itself
-                all_gather_row_gradients(table.gradient, world)
-                table.gradient.scale /= world.size
-                update_rows(table, partial(adam_rows, self, self.param_groups[self.tables_group]))
-        self.attachment.step += 1
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Torch's state, and the steps taken."""
-        return {**super().state_dict(), "attached_steps": self.attachment.step}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's state and the steps taken; the state of another optimizer has none and leaves them unchanged."""
-        super().load_state_dict(state_dict)
-        self.attachment.step = state_dict.get("attached_steps", self.attachment.step)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients."""
-        super().zero_grad(set_to_none)
-        for table in self.tables:
-            if table.gradient is not None:
-                table.gradient.clear()
