@@ -18,10 +18,11 @@ from pkmlm.cli import launch, main
 from pkmlm.cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
-from pkmlm.distributed import ProcessGroups, World, build_process_groups, init_distributed
+from pkmlm.distributed import ProcessGroups, World, build_process_groups
 from pkmlm.environment import TIMEOUT
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
+from pkmlm.launched import init_distributed
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values

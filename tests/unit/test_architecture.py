@@ -1,6 +1,8 @@
 """The house rules that a program can check: which way imports go, and what must not stand in the source."""
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -19,6 +21,7 @@ FLOORS = {
     "files": 2,
     "device": 3,
     "distributed": 3,
+    "launched": 4,
     "runs": 4,
     "data": 5,
     "model": 5,
@@ -76,6 +79,26 @@ def test_no_imports_go_in_a_circle():
             if owner in modules and owner != module:
                 order.add(module, owner)
     order.prepare()  # raises CycleError, which names the circle
+
+
+LIBRARY = ["UsageCounters", "RowAdam", "ProductKeyMemory", "FlatKeyMemory", "PEER", "HashLayer", "NGramMemory"]
+COUNT_LOADED = """
+import os, sys, torch, pkmlm
+for name in sys.argv[1:]:
+    if not os.fork():
+        getattr(pkmlm, name)
+        print(name, *sorted(module for module in sys.modules if module.split(".")[0] == "pkmlm"), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_what_others_put_into_their_networks_stands_alone():
+    said = subprocess.check_output([sys.executable, "-c", COUNT_LOADED, *LIBRARY], text=True, timeout=120)
+    loaded = {name: modules for name, *modules in map(str.split, said.splitlines())}
+    assert list(loaded) == LIBRARY
+    for name, modules in loaded.items():
+        assert len(modules) <= 20, (name, modules)
 
 
 def test_commands_import_heavy_packages_only_when_they_run():
