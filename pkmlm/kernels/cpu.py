@@ -22,7 +22,6 @@ from torch import Tensor
 from pkmlm.kernels.cpu_search import product_key_search, product_top_k, top_k  # noqa: F401 (`backend` looks here)
 from pkmlm.kernels.jit import array_of, compiled, even_bounds, over_threads
 from pkmlm.kernels.reference import Quantized, Segments
-from pkmlm.kernels.vectors import bag_and_outer
 
 RADIX = 15  # the most bits that a pass of `_sort` sorts by: its counters stay in the L2 cache
 
@@ -362,7 +361,13 @@ def _score_gradients(
             for place in range(len(chosen_k)):
                 i = np.int64(slots_k[place] / n)  # as in `_sort`
                 chosen_k[place] = i if half == 0 else slots_k[place] - i * n
-            bag_and_outer(grad_k, chosen_k, keys_nf, sum_nf, q_f, q_grad_f)
+            for d in range(f):
+                q_grad_f[d] = 0
+            for place in range(len(chosen_k)):
+                slope, key_f, sum_f = grad_k[place], keys_nf[chosen_k[place]], sum_nf[chosen_k[place]]
+                for d in range(f):
+                    q_grad_f[d] += slope * key_f[d]
+                    sum_f[d] += slope * q_f[d]
 
 
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
