@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pkmlm.kernels.jit import array_of, compiled, even_bounds, over_threads
+from pkmlm.kernels.jit import array_of, call, compiled, even_bounds, kernel, over_threads
 from pkmlm.kernels.matmul import matmul_nt, row_chunks
 from pkmlm.kernels.reference import candidate_pairs
 
@@ -48,7 +48,8 @@ def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     n, f = subkeys_H2nf.shape[2:]
     scores_NHk, slots_NHk = q_NHd.new_empty(tokens, heads, k), torch.empty(tokens, heads, k, dtype=torch.int64)
     if tokens * heads <= FEW:
-        _search_few(array_of(q_NHd), array_of(subkeys_H2nf), _pairs(n, k), k, scores_NHk.numpy(), slots_NHk.numpy())
+        found = scores_NHk.numpy(), slots_NHk.numpy()
+        call(_search_few, array_of(q_NHd), array_of(subkeys_H2nf), _pairs(n, k), k, *found)
         return scores_NHk, slots_NHk
     for head, keys_2nf in enumerate(subkeys_H2nf):
         start = 0
@@ -169,7 +170,7 @@ def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
         column_k[place] = sorted_m[place]
 
 
-@compiled
+@kernel
 def _top_k_rows(first: int, stop: int, bits_Rn: Any, k: int, column_Rk: Any) -> None:
     n = bits_Rn.shape[1]
     scratch = _scratch(n, k)
@@ -179,7 +180,7 @@ def _top_k_rows(first: int, stop: int, bits_Rn: Any, k: int, column_Rk: Any) -> 
         _best(n, k, scratch, column_Rk[row])
 
 
-@compiled
+@kernel
 def _product_rows(
     first: int,
     stop: int,
@@ -224,7 +225,7 @@ def _product_rows(
             sums_k[place], slots_k[place] = sum_c[c], best1_k[pairs_2c[0, c]] * n + best2_k[pairs_2c[1, c]]
 
 
-@compiled
+@kernel
 def _search_few(q_NHd: Any, subkeys_H2nf: Any, pairs_2c: Any, k: int, scores_NHk: Any, slots_NHk: Any) -> None:
     heads, _, n, f = subkeys_H2nf.shape
     score1_1n, score2_1n = np.empty((1, n), np.float32), np.empty((1, n), np.float32)
