@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pkmlm.analysis.drift import Drift, RecentReads
@@ -15,6 +15,7 @@ from pkmlm.runs.checkpoint import Validations
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest
 from pkmlm.train.log import RunLog
+from pkmlm.train.loss_scale import LossScale
 from pkmlm.train.resume_check import fixed_keys
 from pkmlm.train.step import TrainState, diverged, train_step
 from pkmlm.train.validation import recalibrate
@@ -134,8 +135,8 @@ class Training:
             **({"bytes_sent": round(self.world.comm_stats.sent - sent_before)} if counts_bytes else {}),
             **({"skipped": True} if result.skipped else {}),
         )
-        if result.skipped:
-            self.log.say(f"step {progress.step}: fp16 overflow, skipped; loss scale now {state.scaler.get_scale():g}")
+        if result.skipped and state.loss_scale:
+            self.log.say(f"step {progress.step}: fp16 overflow, skipped; loss scale now {state.loss_scale.scale:g}")
         reads = "".join(f"{recent.after_step()}  " for recent in self.reads)
         self.log.progressed(progress.step, result.loss, tokens_per_second, reads)
 
@@ -176,7 +177,7 @@ class Training:
         if not self.world.broadcast(run.checkpoint(progress.step).exists()):
             self.history.due = self._validation_is_due()
             self.drift.keep(progress.step)
-            progress.scaler = state.scaler.state_dict()
+            progress.scaler = asdict(state.loss_scale) if state.loss_scale else None
             with self.world.collective_errors():
                 self.log.sync()  # events before the checkpoint that builds on them
             with self.log.doing("saving a checkpoint"):
@@ -211,10 +212,10 @@ class Training:
                     run.point("best", history.best_step)
                 else:  # it is gone; a new checkpoint of its step would be taken for it
                     remove_file(run.path / "best")
-        if state.progress.scaler and state.scaler.is_enabled():
-            if state.progress.scaler.keys() != state.scaler.state_dict().keys():
-                raise UserError(f"{path}: the state of the loss scaler is incomplete", exit_code=1)
-            state.scaler.load_state_dict(state.progress.scaler)
+        if state.progress.scaler and state.loss_scale:
+            if state.progress.scaler.keys() != asdict(state.loss_scale).keys():
+                raise UserError(f"{path}: the state of the loss scale is incomplete", exit_code=1)
+            state.loss_scale = LossScale(**state.progress.scaler)
         return history
 
     def _recalibrate(self) -> None:

@@ -52,12 +52,6 @@ class ParameterGroup:
         for gradient in self.row_gradients:
             gradient.scale *= factor
 
-    def unscale(self, scaler: torch.amp.GradScaler) -> None:
-        """Undo the loss scale of an enabled scaler."""
-        scaler.unscale_(self.optimizer)
-        for gradient in self.row_gradients:
-            gradient.scale /= scaler.get_scale()
-
     def step(self, step: int) -> None:
         """Take one optimizer step at the learning rate of `step`."""
         for group in self.optimizer.param_groups:
