@@ -88,6 +88,7 @@ def matmul_nt(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tenso
 
 
 def _onednn(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """By torch's private operation: no public one takes fp32 to oneDNN."""
     bias_O = None if bias_O is None else bias_O.contiguous()  # oneDNN ignores its stride
     if not (y_OI.is_contiguous() or y_OI.t().is_contiguous()):  # a slice would take up to a thousand times as long
         y_OI = y_OI.contiguous()

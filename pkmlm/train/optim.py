@@ -20,6 +20,10 @@ from pkmlm.train.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
 class ParameterGroup:
     """Parameters with one optimizer, one learning-rate schedule, and one clipping norm.
 
+    Norms and factors are torch's private `_foreach` functions: a loop would launch two kernels for each parameter on a
+    GPU. The public ones that call them do not fit: `torch.nn.utils.get_total_norm` sums squares in fp32 and knows no
+    rows or ranks, and `clip_grads_with_norm_` adds 1e-6 to the norm.
+
     Attributes:
         name: "dense", "values" (of memories), "tables" (of hash layers) or "ngram".
         parameters: by their path in the model.
