@@ -261,13 +261,6 @@ def attention_flops(model: Model) -> int:
     cosformer, performer: the weights within chunks of C = 64, h s C (M + e + 1), and the running sum, written and read
     once a chunk, 2 h (s - C) M (e + 1); the 1 added to e is the sum of the weights. Performer's features: 2 s M d.
     (h heads, each e wide with M features.)
-
-    MemoryFormer's table 2 prints totals of one block (s = 2,048, d = 1,024, h = 16) and no settings. Without attention
-    the block has 12 s d^2 = 25.77 G, which leaves 0.28 to 0.38 G for Linformer (26.1), 4.18 to 4.28 G for cosFormer
-    (30.0) and 0.88 to 0.98 G for Performer (26.7). Counted as their papers define them, not causally: Linformer
-    4 s k d, so that k would be 34 to 45 (at the paper's k = 256 the block would have 27.9 G); Performer 4 s M d,
-    M = 105 to 116 (256: 27.9 G); cosFormer 4 s e d = 0.54 G (26.3 G), while one head as wide as the model, without the
-    split into cosine and sine, would need 2 s d^2 = 4.29 G, 30.06 in all. The causal forms also pay for nearby tokens.
     """
     s, d, options = model.context, model.dim, model.attention_options
     if model.attention == "softmax":

@@ -1,11 +1,11 @@
 """Which device and which arithmetic a command uses, and why."""
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
@@ -146,11 +146,6 @@ def resolve_precision(requested: str, device: torch.device) -> tuple[Precision, 
     return requested, "as the recipe asks"  # type: ignore[return-value]
 
 
-def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
-    """Half precisions widened to fp32; fp64 kept."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def is_finite(x: torch.Tensor) -> bool:
     """Whether all entries of x, of any shape and dtype, are finite; nothing of its size is allocated."""
     return x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all())  # a NaN is both the least and the largest
@@ -159,9 +154,3 @@ def is_finite(x: torch.Tensor) -> bool:
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context for a forward in `precision`; fp32 needs no autocast."""
     return torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32", cache_enabled=True)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which operations keep the dtypes of their inputs; it costs nothing where they do so anyway."""
-    on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else nullcontext()

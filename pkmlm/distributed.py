@@ -4,7 +4,6 @@ W: ranks; N: rows of one rank's tensor.
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pkmlm.environment import TIMEOUT, collective_timeout, launched_processes
-from pkmlm.errors import UserError, first_line
+from pkmlm.errors import UserError
 
 # torch 2.13 has new names for these, and warns of the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,15 +24,17 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass
 class CommStats:
-    """What this rank has sent to others, and what its errors report.
+    """What this rank has sent to others, how long it waits for them, and what its errors report.
 
     Attributes:
+        timeout: seconds that a rank waits for another.
         sent: bytes, as the usual ring and pairwise algorithms send them; without those of FSDP2, which does not report
             them.
         step: the training step, for errors; 0: none.
         failed: the rank whose error ended a block of `collective_errors`; None: none, or it is not known which.
     """
 
+    timeout: float = 1800.0
     sent: float = 0.0
     step: int = 0
     failed: int | None = None
@@ -170,8 +170,8 @@ class World:
         at = f", step {self.comm_stats.step}" if self.comm_stats.step else ""
         what, hint = "the connection to another rank is lost", "the first rank to end says why"
         if re.search("timed? ?out", str(error), re.IGNORECASE):
-            what = f"no answer from another rank for {collective_timeout():g} s"
-            hint = f"{TIMEOUT}=SECONDS in the environment sets how long to wait"
+            what = "no answer from another rank in time"
+            hint = "PKMLM_TIMEOUT=SECONDS in the environment sets how long to wait"
         if reason := re.search(r"Last error:[ \t]*\n?(.+)", str(error)):  # as torch quotes NCCL
             what, hint = f"NCCL: {reason[1]}", "NCCL_DEBUG=WARN in the environment says more, or the first rank to end"
         return UserError(f"rank {dist.get_rank()}{at}: {what}", hint, exit_code=1)
@@ -216,7 +216,7 @@ def _part(world: World, parts: list[list[int]]) -> World:
         return world
     if len(parts) == world.size:
         return World(comm_stats=world.comm_stats)
-    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timedelta(seconds=collective_timeout()))
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timedelta(seconds=world.comm_stats.timeout))
     return World(dist.get_rank(group), dist.get_world_size(group), group, world.comm_stats)
 
 
@@ -226,7 +226,7 @@ def for_background(world: World) -> World:
     """
     if world.size == 1:
         return World()
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout()))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.comm_stats.timeout))
     return World(world.rank, world.size, group)
 
 
@@ -248,49 +248,3 @@ def is_network_error(error: BaseException) -> bool:
 def current_world() -> World:
     """The processes that have joined; this one alone, if none have."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else World()
-
-
-@contextmanager
-def init_distributed() -> Iterator[World]:
-    """Join the processes of the launcher and leave them at the end; with GPUs, select this rank's.
-
-    Tensors on GPUs go over NCCL, those in main memory over gloo. The error of any rank but the first names the rank.
-
-    Raises:
-        UserError: the launcher's environment is incomplete (exit code 2), this rank's GPU cannot be used, or the other
-            ranks cannot be reached (1).
-    """
-    if launched_processes() == 1:
-        yield World()
-        return
-    wait = timedelta(seconds=collective_timeout())
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():  # a launcher may show each rank only one GPU; NCCL refuses two ranks on one
-        local = os.environ.get("LOCAL_RANK", "0")
-        if not local.isdecimal():
-            raise UserError(f"LOCAL_RANK: found {local[:40]!r} (expected the rank's number on its machine)")
-        try:
-            torch.cuda.set_device(int(local) % torch.cuda.device_count())
-        except RuntimeError as error:
-            raise UserError(f"the GPU of rank {local} on this machine: {first_line(error)}", exit_code=1) from None
-    try:
-        dist.init_process_group(backend, timeout=wait)
-        dist.all_reduce(torch.zeros(1))  # a rank that exits before the others join looks like a crash to them
-    except ValueError as error:
-        raise UserError(
-            f"WORLD_SIZE is set, but a variable that belongs to it is not: {error}", "start with torchrun"
-        ) from None
-    except RuntimeError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        message = f"rank {os.environ['RANK']} cannot reach the others at {place}: {first_line(error)}"
-        raise UserError(message, "start all ranks, and check that they can reach that address", exit_code=1) from None
-    try:
-        yield current_world()
-    except BaseException as error:
-        own = f"rank {dist.get_rank()}"
-        if isinstance(error, UserError) and dist.get_rank() > 0 and not error.message.startswith(own):
-            error.message = f"{own}: {error.message}"
-        if "nccl" not in backend:  # it would wait here for the others, and they may wait for this rank in a sum
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()

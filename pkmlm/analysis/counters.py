@@ -4,7 +4,7 @@ N: tokens; H: memory heads, or tables; K: rows of a table; k: slots a head reads
 not all 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,13 +13,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from pkmlm.analysis.ngrams import NGrams
 from pkmlm.analysis.usage import MemoryUsage, with_pool
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.evaluate.documents import Documents
-from pkmlm.evaluate.load import LoadedRun
-from pkmlm.evaluate.perplexity import score
 from pkmlm.model.memory.base import UsageTap, memories, usage_taps
 from pkmlm.model.memory.values import Modules, tables_of
 
@@ -198,41 +194,3 @@ def spread(weights_NHk: Tensor) -> Tensor:
     share_Rk = (weights_NHk / mass_NH1)[mass_NH1[..., 0] > 0]
     effective_R = torch.special.entr(share_Rk).sum(-1).exp()
     return torch.stack([effective_R.sum(), share_Rk.amax(-1).sum(), effective_R.new_tensor(len(effective_R))])
-
-
-def measure_usage(
-    run: LoadedRun,
-    documents: Documents,
-    advance: Callable[[int], bool] | None,
-    world: World | None,
-    ngrams: NGrams,
-    taps: list[UsageTap] | None = None,
-    others: Sequence[ReadListener] = (),
-) -> list[MemoryUsage]:
-    """What a run's memories read at the scored positions of documents, each position once.
-
-    Args:
-        run: whose model reads.
-        documents: the text, for one pass.
-        advance: see `score`.
-        world: the processes that share the pass; the counts are those of all.
-        ngrams: receives the n-grams that the model sees at these positions.
-        taps: of the memories whose reads count; None: all.
-        others: listeners that are restricted to the same positions.
-
-    Returns:
-        As `UsageCounters.memories`.
-
-    Raises:
-        UserError: see `score` and `UsageCounters.memories`.
-    """
-    with UsageCounters(run.model, taps) as counters, ngrams.listening(run.model):
-
-        def watch(mask_N: Tensor) -> None:
-            for each in (counters, *others):
-                each.only(mask_N)
-            ngrams.mask_N = mask_N
-
-        score(run.model, documents, run.prefix, watch=watch, advance=advance, world=world)
-    ngrams.gather(world or World())
-    return counters.memories(world)

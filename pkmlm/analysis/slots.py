@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pkmlm.analysis.counters import ReadListener, measure_usage
+from pkmlm.analysis.counters import ReadListener
+from pkmlm.analysis.measure_usage import measure_usage
 from pkmlm.analysis.ngrams import NGrams, collisions, ngrams_in_row
 from pkmlm.analysis.slot_contexts import (
     JUDGED,

@@ -151,7 +151,7 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
 
 def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     """Make a report by reading the text."""
-    from pkmlm.analysis.counters import measure_usage
+    from pkmlm.analysis.measure_usage import measure_usage
     from pkmlm.analysis.ngrams import NGrams, all_collisions
     from pkmlm.analysis.slots import PageSlots, index_slots, page_slots
     from pkmlm.evaluate.load import load_on_all_ranks

@@ -87,9 +87,9 @@ def command(
       pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
     """
-    from pkmlm.distributed import init_distributed
     from pkmlm.evaluate.evaluation import evaluate_run
     from pkmlm.files import write_text
+    from pkmlm.launched import init_distributed
 
     with init_distributed() as world, world.errors_on_rank_zero():
         if options["tasks"] is None:

@@ -22,8 +22,8 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     from pkmlm.cli import print_error
-    from pkmlm.distributed import init_distributed
     from pkmlm.errors import UserError
+    from pkmlm.launched import init_distributed
 
     register()
     try:

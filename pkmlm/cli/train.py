@@ -67,7 +67,7 @@ def command(
     if launching:
         return launch(nproc or 1, output)
 
-    from pkmlm.distributed import init_distributed
+    from pkmlm.launched import init_distributed
     from pkmlm.train.dry_run import dry_run
     from pkmlm.train.run import train
 

@@ -123,7 +123,7 @@ def command(
     world: World | None = None  # None without a launcher: a stored report needs no torch
     with ExitStack() as stack:
         if launched_processes() > 1:
-            from pkmlm.distributed import init_distributed
+            from pkmlm.launched import init_distributed
 
             world = stack.enter_context(init_distributed())
             stack.enter_context(world.errors_on_rank_zero())

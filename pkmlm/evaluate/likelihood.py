@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from pkmlm.device import at_least_fp32
+from pkmlm.kernels.matmul import at_least_fp32
 from pkmlm.model.attention import AttentionLayout
 from pkmlm.model.language_model import LanguageModel
 

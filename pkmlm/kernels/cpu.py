@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pkmlm.kernels import reference
 from pkmlm.kernels.cpu_search import product_key_search, product_top_k, top_k  # noqa: F401 (`backend` looks here)
-from pkmlm.kernels.jit import array_of, compiled, even_bounds, over_threads
+from pkmlm.kernels.jit import array_of, call, compiled, even_bounds, kernel, over_threads
 from pkmlm.kernels.reference import Quantized, Segments
-from pkmlm.kernels.vectors import bag_and_outer
 
 RADIX = 15  # the most bits that a pass of `_sort` sorts by: its counters stay in the L2 cache
 
@@ -47,26 +47,26 @@ def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) ->
     """`reference.quantized_row_sum`."""
     scaled_Nr = weights_Nr * (table.scale_K[slots_Nr] / table.most)
     out_ND = scaled_Nr.new_empty(len(slots_Nr), table.width)
-    kernel = _bags if table.codes_KC.dtype == torch.int8 else _packed_bags
+    bags = _byte_bags if table.codes_KC.dtype == torch.int8 else _packed_bags
     bounds = even_bounds(len(slots_Nr), slots_Nr.shape[1] * table.width)
-    over_threads(kernel, bounds, array_of(table.codes_KC), array_of(slots_Nr), array_of(scaled_Nr), out_ND.numpy())
+    over_threads(bags, bounds, array_of(table.codes_KC), array_of(slots_Nr), array_of(scaled_Nr), out_ND.numpy())
     return out_ND
 
 
 def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
     """`reference.quantized_row_products`."""
     out_Nr = x_ND.new_empty(slots_Nr.shape)
-    kernel = _products if table.codes_KC.dtype == torch.int8 else _packed_products
+    products = _byte_products if table.codes_KC.dtype == torch.int8 else _packed_products
     bounds = even_bounds(len(slots_Nr), slots_Nr.shape[1] * table.width)
-    over_threads(kernel, bounds, array_of(table.codes_KC), array_of(x_ND), array_of(slots_Nr), out_Nr.numpy())
+    over_threads(products, bounds, array_of(table.codes_KC), array_of(x_ND), array_of(slots_Nr), out_Nr.numpy())
     return out_Nr * (table.scale_K[slots_Nr] / table.most)
 
 
 def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bool = False) -> Segments:
     """`reference.sort_reads`."""
-    numbers = np.int32 if max(slots_Nr.numel(), rows) < 1 << 31 else np.int64
-    order_M = np.arange(slots_Nr.numel(), dtype=numbers)
-    segments = Segments(*map(torch.from_numpy, _sort(array_of(slots_Nr), array_of(weights_Nr), rows, order_M)))
+    if max(slots_Nr.numel(), rows) > 1 << 31:
+        return reference.sort_reads(slots_Nr, weights_Nr, rows, every_row=every_row)
+    segments = Segments(*map(torch.from_numpy, call(_sort, array_of(slots_Nr), array_of(weights_Nr), rows)))
     return segments.every_row(rows) if every_row else segments
 
 
@@ -161,14 +161,20 @@ def _add_rows(out_D: Any, table_KD: Any, rows_m: Any, weights_m: Any, first: int
         m += 1
 
 
-@compiled
+@kernel
 def _bags(first: int, stop: int, values_KD: Any, slots_Nr: Any, weights_Nr: Any, out_ND: Any) -> None:
     for t in range(first, stop):
         _add_rows(out_ND[t], values_KD, slots_Nr[t], weights_Nr[t], 0, slots_Nr.shape[1])
 
 
+@kernel
+def _byte_bags(first: int, stop: int, codes_KD: Any, slots_Nr: Any, weights_Nr: Any, out_ND: Any) -> None:
+    for t in range(first, stop):
+        _add_rows(out_ND[t], codes_KD, slots_Nr[t], weights_Nr[t], 0, slots_Nr.shape[1])
+
+
 @compiled
-def _products(first: int, stop: int, values_KD: Any, x_ND: Any, slots_Nr: Any, out_Nr: Any) -> None:
+def _multiply_rows(first: int, stop: int, values_KD: Any, x_ND: Any, slots_Nr: Any, out_Nr: Any) -> None:
     width, reads, zero = values_KD.shape[1], slots_Nr.shape[1], np.float32(0)
     for t in range(first, stop):
         x_D, slots_r, out_r = x_ND[t], slots_Nr[t], out_Nr[t]
@@ -200,6 +206,16 @@ def _products(first: int, stop: int, values_KD: Any, x_ND: Any, slots_Nr: Any, o
             j += 1
 
 
+@kernel
+def _products(first: int, stop: int, values_KD: Any, x_ND: Any, slots_Nr: Any, out_Nr: Any) -> None:
+    _multiply_rows(first, stop, values_KD, x_ND, slots_Nr, out_Nr)
+
+
+@kernel
+def _byte_products(first: int, stop: int, codes_KD: Any, x_ND: Any, slots_Nr: Any, out_Nr: Any) -> None:
+    _multiply_rows(first, stop, codes_KD, x_ND, slots_Nr, out_Nr)
+
+
 @compiled
 def _unpack(packed_KC: Any, slots_r: Any, codes_rD: Any) -> None:
     """Unpack some rows of 4-bit codes into bytes."""
@@ -212,7 +228,7 @@ def _unpack(packed_KC: Any, slots_r: Any, codes_rD: Any) -> None:
             high_C[c] = ((packed_C[c] >> 4) ^ 8) - 8
 
 
-@compiled
+@kernel
 def _packed_bags(first: int, stop: int, packed_KC: Any, slots_Nr: Any, weights_Nr: Any, out_ND: Any) -> None:
     reads = slots_Nr.shape[1]
     codes_rD, every_r = np.empty((reads, out_ND.shape[1]), np.int8), np.arange(reads)
@@ -221,24 +237,21 @@ def _packed_bags(first: int, stop: int, packed_KC: Any, slots_Nr: Any, weights_N
         _add_rows(out_ND[t], codes_rD, every_r, weights_Nr[t], 0, reads)
 
 
-@compiled
+@kernel
 def _packed_products(first: int, stop: int, packed_KC: Any, x_ND: Any, slots_Nr: Any, out_Nr: Any) -> None:
     reads = slots_Nr.shape[1]
     codes_rD, every_1r = np.empty((reads, x_ND.shape[1]), np.int8), np.arange(reads).reshape(1, -1)
     for t in range(first, stop):
         _unpack(packed_KC, slots_Nr[t], codes_rD)
-        _products(0, 1, codes_rD, x_ND[t : t + 1], every_1r, out_Nr[t : t + 1])
+        _multiply_rows(0, 1, codes_rD, x_ND[t : t + 1], every_1r, out_Nr[t : t + 1])
 
 
-@compiled
-def _sort(slots_Nr: Any, weights_Nr: Any, rows: int, order_M: Any) -> Any:
-    """A stable radix sort, lowest digits first, in passes of equally many bits.
-
-    Args:
-        order_M: 0, 1, ...; int32 if these and the rows' numbers fit, so that more of them stay in the caches.
-    """
+@kernel
+def _sort(slots_Nr: Any, weights_Nr: Any, rows: int) -> Any:
+    """A stable radix sort, lowest digits first, in passes of equally many bits."""
     slots_M, weights_M, reads = slots_Nr.ravel(), weights_Nr.ravel(), slots_Nr.shape[1]
     size = len(slots_M)
+    order_M = np.arange(size).astype(np.int32)  # half the bytes: more of them stay in the caches
     bits = 1
     while rows > 1 << bits:
         bits += 1
@@ -275,13 +288,13 @@ def _sort(slots_Nr: Any, weights_Nr: Any, rows: int, order_M: Any) -> Any:
     return rows_U[:touched].copy(), start_S[: touched + 1].copy(), token_M, weight_M
 
 
-@compiled
+@kernel
 def _segment_sums(first: int, stop: int, x_ND: Any, start_S: Any, token_M: Any, weight_M: Any, out_UD: Any) -> None:
     for u in range(first, stop):
         _add_rows(out_UD[u], x_ND, token_M, weight_M, start_S[u], start_S[u + 1])
 
 
-@compiled
+@kernel
 def _segment_squares(first: int, stop: int, x_ND: Any, start_S: Any, token_M: Any, weight_M: Any, out_U: Any) -> None:
     row_D = np.empty(x_ND.shape[1], np.float32)
     for u in range(first, stop):
@@ -295,7 +308,7 @@ def _segment_squares(first: int, stop: int, x_ND: Any, start_S: Any, token_M: An
         out_U[u] = square
 
 
-@compiled
+@kernel
 def _segment_row_adam(
     first: int,
     stop: int,
@@ -340,7 +353,7 @@ def score_gradients(q_NHd: Tensor, subkeys_H2nf: Tensor, slots_NHk: Tensor, grad
     return q_grad, keys_grad
 
 
-@compiled
+@kernel
 def _score_gradients(
     first: int,
     stop: int,
@@ -362,7 +375,13 @@ def _score_gradients(
             for place in range(len(chosen_k)):
                 i = np.int64(slots_k[place] / n)  # as in `_sort`
                 chosen_k[place] = i if half == 0 else slots_k[place] - i * n
-            bag_and_outer(grad_k, chosen_k, keys_nf, sum_nf, q_f, q_grad_f)
+            for d in range(f):
+                q_grad_f[d] = 0
+            for place in range(len(chosen_k)):
+                slope, key_f, sum_f = grad_k[place], keys_nf[chosen_k[place]], sum_nf[chosen_k[place]]
+                for d in range(f):
+                    q_grad_f[d] += slope * key_f[d]
+                    sum_f[d] += slope * q_f[d]
 
 
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
@@ -370,11 +389,11 @@ def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Te
     shape = z_NTb.shape[:2]
     rows_NT, weights_NT = torch.empty(shape, dtype=torch.int64), z_NTb.new_empty(shape)
     rate, out = np.float32(-2 / temperature), (rows_NT.numpy(), weights_NT.numpy())
-    _buckets(array_of(z_NTb), rate, scaled, *out)
+    call(_buckets, array_of(z_NTb), rate, scaled, *out)
     return rows_NT, weights_NT
 
 
-@compiled
+@kernel
 def _buckets(z_NTb: Any, rate: Any, scaled: bool, rows_NT: Any, weights_NT: Any) -> None:
     one = np.float32(1)
     for n in range(z_NTb.shape[0]):

@@ -1,8 +1,8 @@
 """Searches for the best scores on the CPU, compiled by numba, in fp32.
 
-All are exact. A row is searched in three steps of vector instructions: take the maxima of strided lanes; find, by
-bisection, a bound that k or a few more of these maxima reach; rank the few scores that reach the bound, by counting
-those above each. Scores are compared as integers in the order of the floats, with NaN above all.
+All are exact. A row is searched in three steps: take the maxima of strided lanes; find, by bisection, a bound that k or
+a few more of these maxima reach; rank the few scores that reach the bound, by counting those above each. Scores are
+compared as integers in the order of the floats, with NaN above all.
 
 N: tokens; C: tokens at a time; R: rows of scores (queries); n: scores of a row; k: columns to select; l: lanes; m:
 scores that reach the bound; c: pairs of ranks; H: heads; d: width of a query; f: d / 2.
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pkmlm.kernels.jit import array_of, compiled, even_bounds, over_threads
+from pkmlm.kernels.jit import array_of, call, compiled, even_bounds, kernel, over_threads
 from pkmlm.kernels.matmul import matmul_nt, row_chunks
 from pkmlm.kernels.reference import candidate_pairs
-from pkmlm.kernels.vectors import COMPRESSES, VECTOR, add, between, count_above, pack, reaching
 
 LOWEST, HIGHEST = np.int32(-(1 << 31)), np.int32((1 << 31) - 1)
 INFINITY = np.int32(0x7F800000)  # its bits; those of NaN are above
@@ -49,7 +48,8 @@ def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     n, f = subkeys_H2nf.shape[2:]
     scores_NHk, slots_NHk = q_NHd.new_empty(tokens, heads, k), torch.empty(tokens, heads, k, dtype=torch.int64)
     if tokens * heads <= FEW:
-        _search_few(array_of(q_NHd), array_of(subkeys_H2nf), _pairs(n, k), k, scores_NHk.numpy(), slots_NHk.numpy())
+        found = scores_NHk.numpy(), slots_NHk.numpy()
+        call(_search_few, array_of(q_NHd), array_of(subkeys_H2nf), _pairs(n, k), k, *found)
         return scores_NHk, slots_NHk
     for head, keys_2nf in enumerate(subkeys_H2nf):
         start = 0
@@ -77,35 +77,36 @@ def _pairs(n: int, k: int) -> Any:
 
 
 @compiled
+def _in_order(bits: Any) -> Any:
+    """The bits of a float as an integer in the order of the floats, and back again."""
+    return bits ^ ((bits >> np.int32(31)) & HIGHEST)
+
+
+@compiled
 def _ordered(bits: Any) -> Any:
     """An integer in the order of the float that has these bits; -0 and 0 are equal, NaN is above all."""
     if bits == LOWEST:
         bits = np.int32(0)
     if bits & HIGHEST > INFINITY:
         bits = HIGHEST
-    return bits ^ ((bits >> np.int32(31)) & HIGHEST)
+    return _in_order(bits)
 
 
 @compiled
 def _scratch(n: int, k: int) -> Any:
     """Room for `_best` on rows of up to n scores."""
-    lanes = (4 * k + VECTOR - 1) // VECTOR * VECTOR
-    room = max(n, lanes) + VECTOR
-    x_n, found_m, column_m = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    above_m, equal_m, sorted_m = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    return x_n, np.empty(lanes, np.int32), found_m, column_m, above_m, equal_m, sorted_m
+    x_n, found_m, column_m = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
+    above_m, equal_m, sorted_m = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
+    return x_n, np.empty(4 * k, np.int32), found_m, column_m, above_m, equal_m, sorted_m
 
 
 @compiled
-def _bound(x_n: Any, n: int, k: int, most: int, lane_l: Any) -> Any:
-    """A number that at least k of x[:n] reach: one that k to `most` of the maxima of strided lanes reach, or, if there
-    is none, the k-th largest of these. A short x is padded to whole vectors."""
+def _bound(x_n: Any, n: int, k: int, lane_l: Any) -> Any:
+    """A number that at least k of x[:n] reach: one that k, or up to an eighth more, of the maxima of strided lanes
+    reach, or, if there is none, the k-th largest of these. Each number of a short x is a lane."""
     lanes = len(lane_l)
     if n <= lanes:
-        lane_l = x_n
-        lanes = (n + VECTOR - 1) // VECTOR * VECTOR
-        for i in range(n, lanes):
-            x_n[i] = LOWEST
+        lane_l, lanes = x_n, n
     else:
         for i in range(lanes):
             lane_l[i] = x_n[i]
@@ -116,20 +117,20 @@ def _bound(x_n: Any, n: int, k: int, most: int, lane_l: Any) -> Any:
         for i in range(n - whole):
             lane_l[i] = max(lane_l[i], x_n[whole + i])
     low, high = HIGHEST, LOWEST
-    for i in range(min(n, lanes)):
+    for i in range(lanes):
         low, high = min(low, lane_l[i]), max(high, lane_l[i])
     middle = high  # tried first: many may be equal to it
     for step in range(HALVINGS + 32):
-        reach = 0
-        for start in range(0, lanes, VECTOR):
-            reach += reaching(lane_l, start, middle)
+        reach = np.int32(0)
+        for i in range(lanes):
+            reach += np.int32(lane_l[i] >= middle)
         if reach < k:
             high = middle
         else:
             low = middle
-            if reach <= most:
+            if reach <= k + k // 8:
                 break
-        middle = between(low, high)
+        middle = _between(low, high)
         if step >= HALVINGS or not low < middle < high:
             middle = np.int32((np.int64(low) + np.int64(high)) >> 1)
         if middle == low:
@@ -138,26 +139,29 @@ def _bound(x_n: Any, n: int, k: int, most: int, lane_l: Any) -> Any:
 
 
 @compiled
+def _between(low: Any, high: Any) -> Any:
+    """The midpoint of two floats, all three as integers in the order of the floats."""
+    low, high = np.int32(_in_order(low)).view(np.float32), np.int32(_in_order(high)).view(np.float32)
+    return _in_order(np.float32(low * np.float32(0.5) + high * np.float32(0.5)).view(np.int32))
+
+
+@compiled
 def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
     """Write the columns of the k highest of the n integers in scratch, highest first, equal ones by column."""
     x_n, lane_l, found_m, column_m, above_m, equal_m, sorted_m = scratch
-    bound = _bound(x_n, n, k, k + k // 8, lane_l)
-    found, vectors = 0, n // VECTOR * VECTOR if COMPRESSES else 0
-    for start in range(0, vectors, VECTOR):
-        found += pack(x_n, start, bound, found_m, column_m, found)
-    if found > 2 * len(lane_l):  # many are equal to the k-th, and few of these are needed
-        bound = _bound(x_n, n, k, 0, lane_l)
-        found = vectors = 0
-    equal = 0
-    for column in range(vectors, n):
+    bound = _bound(x_n, n, k, lane_l)
+    found = equal = 0
+    for column in range(n):
         # Branch-free: always write; advance only if it is above the bound or among the first k equal to it.
         x = x_n[column]
         found_m[found], column_m[found] = x, column
         found += np.int64((x > bound) | ((x == bound) & (equal < k)))
         equal += np.int64(x == bound)
-    count_above(found_m, found, above_m)
     for m in range(found):
-        equal_m[m] = 0
+        above_m[m] = equal_m[m] = 0
+    for other in range(found):
+        for m in range(found):
+            above_m[m] += np.int32(found_m[other] > found_m[m])
     for m in range(found):  # without a branch: with random ranks, many would be mispredicted
         rank = above_m[m]
         sorted_m[rank + equal_m[rank]] = column_m[m]
@@ -166,7 +170,7 @@ def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
         column_k[place] = sorted_m[place]
 
 
-@compiled
+@kernel
 def _top_k_rows(first: int, stop: int, bits_Rn: Any, k: int, column_Rk: Any) -> None:
     n = bits_Rn.shape[1]
     scratch = _scratch(n, k)
@@ -176,7 +180,7 @@ def _top_k_rows(first: int, stop: int, bits_Rn: Any, k: int, column_Rk: Any) -> 
         _best(n, k, scratch, column_Rk[row])
 
 
-@compiled
+@kernel
 def _product_rows(
     first: int,
     stop: int,
@@ -193,8 +197,8 @@ def _product_rows(
     most = min(n, k)
     half, whole = _scratch(n, most), _scratch(pairs, k)
     best1_k, best2_k, chosen_k = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(k, np.int64)
-    score1_k, score2_k = np.empty(most, np.float32), np.zeros(most + VECTOR, np.float32)
-    sum_c = np.empty(pairs + VECTOR, np.float32)
+    score1_k, score2_k = np.empty(most, np.float32), np.empty(most, np.float32)
+    sum_c = np.empty(pairs, np.float32)
     sum_bits_c = sum_c.view(np.int32)
     pairs_k = np.array([min(n, k // (a + 1)) for a in range(most)])  # for each rank of half 1, as in `candidate_pairs`
     for row in range(first, stop):
@@ -209,8 +213,8 @@ def _product_rows(
             score1_k[place], score2_k[place] = score1_n[best1_k[place]], score2_n[best2_k[place]]
         start_c = 0
         for a in range(most):
-            for b in range(0, pairs_k[a], VECTOR):  # whole vectors: the excess is overwritten or unused
-                add(score1_k[a], score2_k, b, sum_c, start_c + b)
+            for b in range(pairs_k[a]):
+                sum_c[start_c + b] = score1_k[a] + score2_k[b]
             start_c += pairs_k[a]
         for c in range(pairs):
             whole[0][c] = _ordered(sum_bits_c[c])
@@ -221,7 +225,7 @@ def _product_rows(
             sums_k[place], slots_k[place] = sum_c[c], best1_k[pairs_2c[0, c]] * n + best2_k[pairs_2c[1, c]]
 
 
-@compiled
+@kernel
 def _search_few(q_NHd: Any, subkeys_H2nf: Any, pairs_2c: Any, k: int, scores_NHk: Any, slots_NHk: Any) -> None:
     heads, _, n, f = subkeys_H2nf.shape
     score1_1n, score2_1n = np.empty((1, n), np.float32), np.empty((1, n), np.float32)

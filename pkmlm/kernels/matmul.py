@@ -6,6 +6,7 @@ uses all of it and is 1.7 to 2.3 times as fast (pkmlm/manual/speed.md). In all o
 N: rows; I, O: widths of the input and of the output.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -68,6 +69,17 @@ def _chunk_sizes(x: Tensor, y_OI: Tensor) -> list[int]:
     return [*sizes, rows] if rows or not sizes else sizes
 
 
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Half precisions widened to fp32; fp64 kept."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which operations keep the dtypes of their inputs; it costs nothing where they do so anyway."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
 def matmul_nt(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x y^T + bias (N, O), without a gradient."""
     if not uses_onednn(x_NI, y_OI):
@@ -76,6 +88,7 @@ def matmul_nt(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tenso
 
 
 def _onednn(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """By torch's private operation: no public one takes fp32 to oneDNN."""
     bias_O = None if bias_O is None else bias_O.contiguous()  # oneDNN ignores its stride
     if not (y_OI.is_contiguous() or y_OI.t().is_contiguous()):  # a slice would take up to a thousand times as long
         y_OI = y_OI.contiguous()

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu, scaled_dot_product_attention
 
-from pkmlm.device import at_least_fp32
-from pkmlm.kernels.matmul import linear
+from pkmlm.kernels.matmul import at_least_fp32, linear
 from pkmlm.model.init import InitSpec, Normal, OrthogonalRows
 
 CHUNK = 64  # positions whose weights linear attention computes one by one; it reads earlier ones through their sum

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pkmlm.device import at_least_fp32
-from pkmlm.kernels.matmul import matmul_nt, matmul_tn
+from pkmlm.kernels.matmul import at_least_fp32, matmul_nt, matmul_tn
 
 # Logits at a time, by device: 8 MB in fp32 stay in a CPU's cache (vocabularies above 4,096 take more, see
 # LEAST_TOKENS); a GPU wants few large calls (512 MB, not measured).

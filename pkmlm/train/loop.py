@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pkmlm.analysis.drift import Drift, RecentReads
@@ -18,6 +18,7 @@ from pkmlm.runs.saving import Saver
 from pkmlm.signals import StopRequest
 from pkmlm.train.job import Job, hashes_of
 from pkmlm.train.log import RunLog
+from pkmlm.train.loss_scale import LossScale
 from pkmlm.train.step import TrainState, diverged, train_step
 from pkmlm.train.validation import recalibrate
 
@@ -141,8 +142,8 @@ class Training:
             **({"bytes_sent": round(self.world.comm_stats.sent - sent_before)} if counts_bytes else {}),
             **({"skipped": True} if result.skipped else {}),
         )
-        if result.skipped:
-            self.log.say(f"step {progress.step}: fp16 overflow, skipped; loss scale now {state.scaler.get_scale():g}")
+        if result.skipped and state.loss_scale:
+            self.log.say(f"step {progress.step}: fp16 overflow, skipped; loss scale now {state.loss_scale.scale:g}")
         reads = "".join(f"{recent.after_step()}  " for recent in self.reads)
         self.log.progressed(progress.step, result.loss, tokens_per_second, reads)
 
@@ -185,7 +186,7 @@ class Training:
                     run.set_pointer("best", progress.step)
             return
         history.due = self._validation_is_due()
-        progress.scaler = state.scaler.state_dict()
+        progress.scaler = asdict(state.loss_scale) if state.loss_scale else {}
         step, best = progress.step, history.best_step
 
         def committed(seconds: float) -> None:
@@ -222,8 +223,8 @@ class Training:
                     run.set_pointer("best", best)
                 else:  # it is gone; a new checkpoint of its step would be taken for it
                     remove_file(run.path / "best")
-        if state.progress.scaler and state.scaler.is_enabled():
-            state.scaler.load_state_dict(state.progress.scaler)
+        if state.progress.scaler and state.loss_scale:
+            state.loss_scale = LossScale(**state.progress.scaler)
 
     def _recalibrate(self) -> None:
         """Recalibrate once a step, so that the checkpoint holds the statistics that validation has used."""

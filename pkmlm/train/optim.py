@@ -20,6 +20,10 @@ from pkmlm.train.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
 class ParameterGroup:
     """Parameters with one optimizer, one learning-rate schedule, and one clipping norm.
 
+    Norms and factors are torch's private `_foreach` functions: a loop would launch two kernels for each parameter on a
+    GPU. The public ones that call them do not fit: `torch.nn.utils.get_total_norm` sums squares in fp32 and knows no
+    rows or ranks, and `clip_grads_with_norm_` adds 1e-6 to the norm.
+
     Attributes:
         name: "dense", "values" (of memories), "tables" (of hash layers) or "ngram".
         parameters: by their path in the model.
@@ -51,12 +55,6 @@ class ParameterGroup:
             torch._foreach_mul_(grads, factor)
         for gradient in self.row_gradients:
             gradient.scale *= factor
-
-    def unscale(self, scaler: torch.amp.GradScaler) -> None:
-        """Undo the loss scale of an enabled scaler."""
-        scaler.unscale_(self.optimizer)
-        for gradient in self.row_gradients:
-            gradient.scale /= scaler.get_scale()
 
     def step(self, step: int) -> None:
         """Take one optimizer step at the learning rate of `step`."""

@@ -13,7 +13,7 @@ from pkmlm.distributed import current_world
 from pkmlm.kernels import backend
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.values import Values
-from pkmlm.train.parallel import average_row_gradients
+from pkmlm.train.row_exchange import average_row_gradients
 
 
 class RowOptimizer(torch.optim.Optimizer):

@@ -21,12 +21,13 @@ from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import Progress, Tables
 from pkmlm.seeds import derived_seed
 from pkmlm.train.compile_and_recompute import compile_dense_parts, recompute_activations
+from pkmlm.train.loss_scale import FLOOR, LossScale
 from pkmlm.train.optim import optimizer_state, parameter_groups
-from pkmlm.train.parallel import all_gather_row_gradients, data_parallel_loss, shard_dense_parameters
+from pkmlm.train.parallel import data_parallel_loss, shard_dense_parameters
+from pkmlm.train.row_exchange import all_gather_row_gradients
 from pkmlm.train.slot_choice import SlotChoice
 
-SCALE_FLOOR = 1.0
-MOST_SKIPS = 20
+MOST_SKIPS = 20  # fp16 steps in a row
 
 
 class TrainState:
@@ -50,7 +51,7 @@ class TrainState:
         param_groups: the parameters that move together, with their optimizers.
         slot_choice: which slots a step moves; None: all that it reads.
         data_parallel: what to call instead of `model.loss` where several ranks train; None: there is nothing to sum.
-        scaler: the loss scaler, enabled only in fp16.
+        loss_scale: the factor of the loss in fp16; None: in another precision, where there is none.
         progress: steps, tokens, seconds, and fp16 steps skipped in a row.
     """
 
@@ -66,7 +67,7 @@ class TrainState:
         self.recipe, self.model, self.batches, self.precision = recipe, model, batches, precision
         self.process_groups = process_groups or ProcessGroups()
         self.device = next(model.parameters()).device
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.loss_scale = LossScale() if precision == "fp16" else None
         self.progress = Progress()
         if recipe.parallel.shard and self.process_groups.world.size > 1:
             shard_dense_parameters(model, self.process_groups.world.size)
@@ -113,7 +114,7 @@ def train_step(state: TrainState, step: int) -> StepResult:
         UserError: (exit code 3) the loss or a gradient is not finite, and no smaller loss scale can help; the
             parameters are those of the step before.
     """
-    world, scaler = state.process_groups.world, state.scaler
+    world, loss_scale = state.process_groups.world, state.loss_scale
     world.comm_stats.step = step
     place = (step, world.rank) if world.rank else (step,)
     torch.manual_seed(derived_seed(state.recipe.train.seed, "dropout", *place))
@@ -122,8 +123,7 @@ def train_step(state: TrainState, step: int) -> StepResult:
         for module in state.model.modules():
             if isinstance(module, QueryBatchNorm):
                 module.eval()
-    fp16 = scaler.is_enabled()
-    buffers_before = [buffer.clone() for buffer in state.model.buffers()] if fp16 else []
+    buffers_before = [buffer.clone() for buffer in state.model.buffers()] if loss_scale else []
 
     choice = state.slot_choice
     with nullcontext() if choice is None else choice.counters:
@@ -133,9 +133,9 @@ def train_step(state: TrainState, step: int) -> StepResult:
             all_gather_row_gradients(gradient, state.process_groups.data)
     if choice is not None:  # before the norms: what is not chosen has no gradient
         choice.choose(world)
-    if fp16:
+    if loss_scale:
         for group in state.param_groups:
-            group.unscale(scaler)
+            group.scale_gradient(1 / loss_scale.scale)
     loss, norms = _loss_and_norms(state, loss_share)
 
     finite = all(math.isfinite(value) for value in (loss, *norms.values()))
@@ -144,13 +144,18 @@ def train_step(state: TrainState, step: int) -> StepResult:
             if group.clip and norms[group.name] > group.clip:
                 group.scale_gradient(group.clip / norms[group.name])
             group.step(step)
-    elif fp16:  # a skipped step leaves no trace
+        state.progress.skips = 0
+    elif loss_scale:  # a skipped step leaves no trace
         for buffer, value in zip(state.model.buffers(), buffers_before, strict=True):
             buffer.copy_(value)
+        state.progress.skips += 1
+        if loss_scale.scale <= FLOOR or state.progress.skips >= MOST_SKIPS:
+            after = f" after {state.progress.skips} skipped steps in a row, at a loss scale of {loss_scale.scale:g}"
+            raise world.on_rank_zero(diverged(step, _what_is_not_finite(loss, norms, after)))
     else:
         raise world.on_rank_zero(diverged(step, _what_is_not_finite(loss, norms)))
-    if fp16:
-        _adapt_loss_scale(state, step, finite, loss, norms)
+    if loss_scale:
+        loss_scale.update(overflow=not finite)
     for group in state.param_groups:
         group.optimizer.zero_grad(set_to_none=True)
     return StepResult(loss, norms, skipped=not finite)
@@ -161,10 +166,8 @@ def _accumulate_gradients(state: TrainState, step: int) -> Tensor:
     its tokens: 0-d, detached. Gradients of tables are such shares, too; those of dense parameters are sums over all
     ranks.
     """
-    world, scaler = state.process_groups.world, state.scaler
-    scored = state.batches.scored(step)
-    # `scale` rather than `get_scale`: it also makes the scaler's tensors, which unscaling needs.
-    loss_scale = float(scaler.scale(torch.ones((), device=state.device))) if scaler.is_enabled() else 1.0
+    world, scored = state.process_groups.world, state.batches.scored(step)
+    loss_scale = state.loss_scale.scale if state.loss_scale else 1.0
     total = torch.zeros((), device=state.device)
     count, compute_loss = state.recipe.micro_batches(world.size), state.data_parallel or state.model.loss
     for index in range(count):
@@ -187,26 +190,6 @@ def _loss_and_norms(state: TrainState, loss_share: Tensor) -> tuple[float, dict[
     total = state.process_groups.world.all_sum(torch.stack(shares))
     loss, *norms = torch.cat([total[:1], total[1:].sqrt()]).tolist()
     return loss, dict(zip((group.name for group in state.param_groups), norms, strict=True))
-
-
-def _adapt_loss_scale(state: TrainState, step: int, finite: bool, loss: float, norms: dict[str, float]) -> None:
-    """Let the loss scale grow or back off as torch's scaler does, but by one verdict for all groups: the scaler would
-    use one for each, and none for tables.
-    """
-    scaler, progress = state.scaler, state.progress
-    scale, grown = scaler.get_scale(), scaler.state_dict()["_growth_tracker"] + 1
-    if finite:
-        progress.skips = 0
-        if grown == scaler.get_growth_interval():
-            scale, grown = scale * scaler.get_growth_factor(), 0
-    else:
-        progress.skips += 1
-        if scale <= SCALE_FLOOR or progress.skips >= MOST_SKIPS:
-            after = f" after {progress.skips} skipped steps in a row, at a loss scale of {scale:g}"
-            raise state.process_groups.world.on_rank_zero(diverged(step, _what_is_not_finite(loss, norms, after)))
-        scale, grown = max(SCALE_FLOOR, scale * scaler.get_backoff_factor()), 0
-    scaler.update(new_scale=scale)
-    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": grown})
 
 
 def _what_is_not_finite(loss: float, norms: dict[str, float], after: str = "") -> str:

@@ -18,10 +18,11 @@ from pkmlm.cli import launch, main
 from pkmlm.cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
-from pkmlm.distributed import ProcessGroups, World, build_process_groups, init_distributed
+from pkmlm.distributed import ProcessGroups, World, build_process_groups
 from pkmlm.environment import TIMEOUT
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
+from pkmlm.launched import init_distributed
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
@@ -29,7 +30,7 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, NGram, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
-from pkmlm.train.parallel import all_gather_row_gradients, even_row_gradients
+from pkmlm.train.row_exchange import all_gather_row_gradients, even_row_gradients
 from pkmlm.train.step import StepResult, TrainState, train_step
 from pkmlm.train.validation import recalibrate
 from tests.golden.test_curves import Stream
@@ -343,7 +344,7 @@ def overflow_on_one_rank() -> None:
         seeds = world.all_gather(torch.tensor([torch.initial_seed()]))
         assert len(set(seeds.tolist())) == 4  # of dropout
         before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-        scale = state.scaler.get_scale()
+        scale = state.loss_scale.scale
         if world.rank == 1:
             hook = state.model.norm.weight.register_hook(lambda grad: grad * float("inf"))
         result = train_step(state, 2)
@@ -352,7 +353,7 @@ def overflow_on_one_rank() -> None:
         assert result.skipped
         for name, tensor in state.model.state_dict().items():
             assert torch.equal(tensor, before[name]), name
-        assert state.scaler.get_scale() == scale / 2
+        assert state.loss_scale.scale == scale / 2
         for step in (3, 4):
             assert not train_step(state, step).skipped
         assert not torch.equal(state.model.norm.weight, before["norm.weight"])

@@ -55,11 +55,8 @@ def command(
 
 
 def start_scale_at(scale: float) -> None:
-    import torch
+    from functools import partial
 
-    real = torch.amp.GradScaler
+    from pkmlm.train import step
 
-    def scaler(device: str, enabled: bool = True) -> torch.amp.GradScaler:
-        return real(device, init_scale=scale, enabled=enabled)
-
-    torch.amp.GradScaler = scaler  # type: ignore[assignment,misc]
+    step.LossScale = partial(step.LossScale, scale)  # type: ignore[assignment,misc]

@@ -21,6 +21,7 @@ FLOORS = {
     "files": 2,
     "device": 3,
     "distributed": 3,
+    "launched": 4,
     "model": 4,
     "data": 4,
     "runs": 5,
@@ -84,6 +85,26 @@ def test_a_tokenizer_is_loaded_without_recipes_or_runs():
     program = "import sys, pkmlm.data.tokenizer; print(*(name for name in sys.modules if name.startswith('pkmlm.')))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert {name.split(".")[1] for name in done.stdout.split()} == {"console", "data", "errors", "files"}
+
+
+LIBRARY = ["UsageCounters", "RowAdam", "ProductKeyMemory", "FlatKeyMemory", "PEER", "HashLayer", "NGramMemory"]
+COUNT_LOADED = """
+import os, sys, torch, pkmlm
+for name in sys.argv[1:]:
+    if not os.fork():
+        getattr(pkmlm, name)
+        print(name, *sorted(module for module in sys.modules if module.split(".")[0] == "pkmlm"), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_what_others_put_into_their_networks_stands_alone():
+    said = subprocess.check_output([sys.executable, "-c", COUNT_LOADED, *LIBRARY], text=True, timeout=120)
+    loaded = {name: modules for name, *modules in map(str.split, said.splitlines())}
+    assert list(loaded) == LIBRARY
+    for name, modules in loaded.items():
+        assert len(modules) <= 20, (name, modules)
 
 
 def test_commands_import_heavy_packages_only_when_they_run():

@@ -1,8 +1,10 @@
 """Kernels: the reference against brute force, the fast against the reference, gradients by finite differences."""
 
+import importlib
 import itertools
+import multiprocessing
 import os
-import runpy
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,8 +19,20 @@ from hypothesis import strategies as st
 import pkmlm
 from pkmlm.errors import UserError
 from pkmlm.kernels import backend, cpu, cpu_search, matmul, ops, reference
-from pkmlm.kernels.jit import over_threads
+from pkmlm.kernels.jit import call, kernel, over_threads
 from pkmlm.kernels.row_gradient import RowGradient
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_kernel_has_one_type():
+    """numba's cache may give a process the code for the types of another that compiles at the same time."""
+    yield
+    kernels = {
+        name: of for module in (cpu, cpu_search) for name, of in vars(module).items() if hasattr(of, "signatures")
+    }
+    cached = {name: len(of.signatures) for name, of in kernels.items() if of.stats.cache_path}
+    assert cached
+    assert all(types <= 1 for types in cached.values()), cached
 
 
 def scores(rows: int, n: int, ties: bool, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -420,33 +434,55 @@ def test_what_a_thread_raises_is_raised():
         over_threads(kernel, [0, 3, 6])
 
 
-def compiled_file(folder, body):
-    """What calls a compiled function of one line, each time as a new process would, with its cache in the folder."""
-    source = folder / "line.py"
-    source.write_text(f"from pkmlm.kernels.jit import compiled\n@compiled\ndef line(x):\n    return {body}\n")
-    return lambda x: runpy.run_path(str(source))["line"](x)
+def answers_of_processes(folder, body, number=1, most_bytes=resource.RLIM_INFINITY):
+    """What a kernel of one line answers to 4, in processes that call it first at the same time, with their cache in the
+    folder and files of at most so many bytes."""
+    (folder / "line.py").write_text(f"from pkmlm.kernels.jit import kernel\n@kernel\ndef line(x):\n    return {body}\n")
+    fork = multiprocessing.get_context("fork")
+    barrier, answers = fork.Barrier(number), fork.SimpleQueue()
+
+    def work():
+        sys.path.insert(0, str(folder))
+        line = importlib.import_module("line").line
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+        barrier.wait(60)
+        answers.put(call(line, 4))
+
+    processes = [fork.Process(target=work) for _ in range(number)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * number
+    return [answers.get() for _ in processes]
 
 
-def test_compiled_code_has_a_file_for_each_source_and_type_and_damage_costs_a_compilation(tmp_path):
-    def files():
-        return {file: file.read_bytes() for file in tmp_path.rglob("*.nb?")}
+def test_processes_that_compile_at_the_same_time_and_later_ones_all_get_the_right_code(tmp_path):
+    def cached():
+        return {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
 
-    twice = compiled_file(tmp_path, "2 * x")
-    assert twice(4) == 8
-    (file,) = files()
-    file.write_bytes(b"")
-    assert twice(4) == 8
-    assert file.stat().st_size, "mended"
-    first = files()
-    assert twice(0.25) == 0.5
-    second = files()
-    assert compiled_file(tmp_path, "3 * x")(4) == 12
-    third = files()
-    (tmp_path / "used_by_line.py").write_text("of = 'what the compiled code contains'\n")
-    assert compiled_file(tmp_path, "3 * x")(4) == 12
-    fourth = files()
-    assert [len(first), len(second), len(third), len(fourth)] == [1, 2, 3, 4]
-    assert first.items() < second.items() < third.items() < fourth.items(), "no process changes what another reads"
+    assert answers_of_processes(tmp_path, "2 * x", number=4) == [8] * 4
+    saved = cached()
+    assert len(saved) == 2, "an index, and the code"
+    assert answers_of_processes(tmp_path, "2 * x") == [8]
+    assert cached() == saved, "nothing is compiled again"
+    assert answers_of_processes(tmp_path, "3 + x") == [7]
+
+
+def test_a_kernel_runs_although_its_code_cannot_be_saved(tmp_path):
+    assert answers_of_processes(tmp_path, "2 * x", most_bytes=0) == [8]
+
+
+def test_threads_compile_a_kernel_once():
+    @kernel
+    def shift(first, stop, out):
+        for i in range(first, stop):
+            out[i] = i + 1
+
+    out = torch.zeros(400, dtype=torch.int64).numpy()
+    over_threads(shift, [0, 100, 200, 300, 400], out)
+    assert out.tolist() == list(range(1, 401))
+    assert len(shift.signatures) == 1
 
 
 def test_kernels_refuse_what_they_cannot_do():
@@ -475,7 +511,8 @@ def test_queries_and_sub_keys_may_have_any_strides(tokens):
 
 
 @pytest.mark.slow
-def test_kernels_run_in_a_forked_child_and_without_a_cache_folder(tmp_path):
+@pytest.mark.parametrize("home", [False, True])
+def test_kernels_run_in_a_forked_child_and_where_the_package_cannot_be_written(tmp_path, home):
     program = """
 import os, torch
 from pkmlm.kernels import cpu
@@ -493,12 +530,13 @@ assert os.waitpid(pid, 0)[1] == 0
     shutil.copytree(Path(pkmlm.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     # Files where the cache folders would be: no mode would stop a user who is root.
     (copy / "kernels" / "__pycache__").touch()
-    (tmp_path / "home").touch()
+    (tmp_path / "home").mkdir() if home else (tmp_path / "home").touch()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib"), "HOME": str(tmp_path / "home")}
     environment.pop("XDG_CACHE_HOME", None)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert home == any(tmp_path.rglob("*.nbi"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -400,6 +400,18 @@ def test_gradient_norms(optimizer):
         assert group.own_square(ProcessGroups()).sqrt().item() == pytest.approx(norm / 4, rel=1e-4)
 
 
+def test_gradients_are_measured_and_scaled_as_one_by_one():
+    """What torch's private functions do to the list."""
+    model = build_model(RECIPE, 20)
+    dense = parameter_groups(model, RECIPE)[0]
+    model(torch.randint(0, 20, (2, 8))).square().sum().backward()
+    grads = [p.grad.clone() for p in dense.parameters.values()]
+    square = sum(torch.linalg.vector_norm(grad).double().square() for grad in grads)
+    assert torch.equal(dense.own_square(ProcessGroups()), square)
+    dense.scale_gradient(0.3)
+    assert all(torch.equal(p.grad, grad * 0.3) for p, grad in zip(dense.parameters.values(), grads, strict=True))
+
+
 @pytest.mark.parametrize("name", ["values", "tables", "ngram"])
 def test_a_group_moves_as_its_own_section_says(name):
     how = {"betas": (0.5, 0.75), "weight_decay": 0.25, "schedule": "linear", "warmup_steps": 4, "clip": 0.125}

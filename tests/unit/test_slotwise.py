@@ -21,6 +21,7 @@ from pkmlm.model.memory.base import usage_taps
 from pkmlm.model.memory.values import tables_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.results import read_metrics, write_arrays
+from pkmlm.train.loss_scale import LossScale
 from pkmlm.train.optim import optimizer_state
 from pkmlm.train.slot_choice import TableBackground, best_rows
 from pkmlm.train.step import TrainState, train_step
@@ -187,11 +188,11 @@ def test_a_loss_scale_grows_whatever_trains(only, trained, background_of):
     recipe = finetuning(load_recipe(run / "recipe.yaml"))
     recipe = replace(recipe, train=replace(recipe.train, only=only))
     state = state_of(run, recipe, background_of("product-key"), "fp16")
-    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    state.loss_scale = LossScale(2.0**8, interval=2)
     scales = []
     for step in range(1, 6):
         assert not train_step(state, step).skipped
-        scales.append(state.scaler.get_scale() / 2**8)
+        scales.append(state.loss_scale.scale / 2**8)
     assert scales == [1, 2, 2, 4, 4]
 
 

@@ -1,4 +1,4 @@
-"""One step: accumulation, precision, the scaler's verdict, divergence."""
+"""One step: accumulation, precision, the loss scale, divergence."""
 
 import math
 from dataclasses import replace
@@ -14,6 +14,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
+from pkmlm.train.loss_scale import LossScale
 from pkmlm.train.step import MOST_SKIPS, TrainState, train_step
 from pkmlm.train.validation import recalibrate
 
@@ -87,7 +88,7 @@ def test_every_precision_and_optimizer_learns(recipe, precision, optimizer):
 def test_an_overflow_in_one_group_skips_all(recipe, group):
     state = state_of(recipe, "fp16")
     train_step(state, 1)
-    before, scale = weights(state), state.scaler.get_scale()
+    before, scale = weights(state), state.loss_scale.scale
 
     def overflow(grad: torch.Tensor) -> torch.Tensor:
         bad = grad.clone()
@@ -107,7 +108,7 @@ def test_an_overflow_in_one_group_skips_all(recipe, group):
     assert result.skipped
     for name, parameter in state.model.named_parameters():
         assert torch.equal(parameter, before[name]), name
-    assert state.scaler.get_scale() == scale / 2
+    assert state.loss_scale.scale == scale / 2
     assert not train_step(state, 3).skipped
     assert state.progress.skips == 0
 
@@ -115,7 +116,7 @@ def test_an_overflow_in_one_group_skips_all(recipe, group):
 @pytest.mark.parametrize(("scale", "last"), [(2.0**4, 5), (2.0**40, MOST_SKIPS)])  # to the floor of 1; still above it
 def test_too_many_skips_in_a_row_end_training(recipe, scale, last):
     state = state_of(recipe, "fp16")
-    state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    state.loss_scale = LossScale(scale)
     with torch.no_grad():
         state.model.norm.weight.fill_(float("inf"))
     for step in range(1, last):
@@ -192,7 +193,8 @@ def test_recalibration_takes_the_statistics_of_the_last_weights(recipe):
 
 def test_the_loss_scale_is_that_of_torchs_scaler(recipe):
     state = state_of(recipe, "fp16")
-    state.scaler, theirs = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2))
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    state.loss_scale = LossScale(2.0**8, interval=3)
     parameter = torch.zeros(1, requires_grad=True)
     sgd = torch.optim.SGD([parameter], lr=1.0)
     for step, factor in enumerate((1, 1, math.inf, 1, 1, 1, 1, math.inf, 1), 1):
@@ -203,4 +205,4 @@ def test_the_loss_scale_is_that_of_torchs_scaler(recipe):
         parameter.grad = torch.tensor([float(factor)])
         theirs.step(sgd)
         theirs.update()
-        assert state.scaler.get_scale() == theirs.get_scale(), step
+        assert state.loss_scale.scale == theirs.get_scale(), step

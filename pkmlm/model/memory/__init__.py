@@ -3,6 +3,6 @@
 
 Each is a `base.SparseMemory`: it reads rows of its `values.Values` through a tap, on which usage is observed. The
 transformer builds them; costs, the optimizer and the analyses find them by what `base` defines. They may import
-kernels, device, distributed and recipe, and from the model only `init` and `attention`. A new kind with keys takes a
+kernels, distributed and recipe, and from the model only `init`. A new kind with keys takes a
 new file here, a line in the transformer's table of kinds, and its name in the recipe's schema.
 """

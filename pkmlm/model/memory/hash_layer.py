@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from pkmlm.device import at_least_fp32, without_autocast
 from pkmlm.kernels import ops
+from pkmlm.kernels.matmul import at_least_fp32, without_autocast
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Hash, HashScore, section

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, rms_norm, silu
 
-from pkmlm.device import at_least_fp32, without_autocast
 from pkmlm.kernels import ops
-from pkmlm.kernels.matmul import Linear, linear
+from pkmlm.kernels.matmul import Linear, at_least_fp32, linear, without_autocast
 from pkmlm.model.init import Constant, InitSpec, Uniform
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.query import RMS_EPSILON, Query

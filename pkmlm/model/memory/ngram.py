@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
-from pkmlm.device import at_least_fp32
-from pkmlm.kernels.matmul import Linear
-from pkmlm.model.attention import AttentionLayout
+from pkmlm.kernels.matmul import Linear, at_least_fp32
 from pkmlm.model.init import Constant, Counting, InitSpec, Multipliers
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.query import RMS_EPSILON
@@ -78,7 +76,7 @@ class NGramIds(nn.Module):
         self,
         tokens_BT: Tensor,
         cache: History | None,
-        layout: AttentionLayout | None,
+        layout: tuple[Tensor, Tensor] | None,
         mask_BS: Tensor | None = None,
     ) -> Past:
         """The tokens before each token.
@@ -95,8 +93,8 @@ class NGramIds(nn.Module):
         if layout is None:
             before_BS = (places_S - 1).expand_as(ids_BS)
         else:  # the token that is attended to at the position before
-            at_BS = layout.positions_BT
-            parent_BSS = layout.mask_BTT & (at_BS[:, None, :] == at_BS[:, :, None] - 1)
+            at_BS, mask_BSS = layout
+            parent_BSS = mask_BSS & (at_BS[:, None, :] == at_BS[:, :, None] - 1)
             before_BS = (parent_BSS * places_S).sum(-1)
         before_BS = before_BS.masked_fill(ids_BS == 0, 0)
         if mask_BS is not None:  # no token sees padding

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
-from pkmlm.device import at_least_fp32, without_autocast
 from pkmlm.distributed import World
-from pkmlm.kernels.matmul import Linear
+from pkmlm.kernels.matmul import Linear, at_least_fp32, without_autocast
 from pkmlm.model.init import Constant, InitSpec
 from pkmlm.recipe.schema import Memory
 

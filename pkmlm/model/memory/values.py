@@ -168,7 +168,8 @@ class Values(nn.Module):
         """The copy, if the table is known not to have changed since; otherwise None.
 
         Torch's fused optimizers change a parameter without incrementing its version. Row Adam increments it, and
-        nothing trains a table that needs no gradient. (Changes through `.data` are never counted.)
+        nothing trains a table that needs no gradient. (Changes through `.data` are never counted.) Torch has no public
+        name for reading a tensor's `_version`.
         """
         counted = self.gradient is not None or not self.weight_KD.requires_grad
         return self.copy_KD if counted and self._copied == self.weight_KD._version else None
@@ -180,7 +181,7 @@ class Values(nn.Module):
             self._copied = self.weight_KD._version
 
     def _apply(self, *arguments: Any, **options: Any) -> "Values":
-        self.copy_KD = None  # it would stay on the old device
+        self.copy_KD = None  # it would stay on the old device; `to`, `cuda` and `half` share no public method
         return super()._apply(*arguments, **options)
 
     def __getstate__(self) -> dict[str, Any]:

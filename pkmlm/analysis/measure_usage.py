@@ -1,0 +1,52 @@
+"""One pass over a text that counts what a run's memories read, for usage reports and for single slots."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from pkmlm.analysis.counters import ReadListener, UsageCounters
+from pkmlm.analysis.ngrams import NGrams
+from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.distributed import World
+from pkmlm.evaluate.documents import Documents
+from pkmlm.evaluate.load import LoadedRun
+from pkmlm.evaluate.perplexity import score
+from pkmlm.model.memory.base import UsageTap
+
+
+def measure_usage(
+    run: LoadedRun,
+    documents: Documents,
+    advance: Callable[[int], bool] | None,
+    world: World | None,
+    ngrams: NGrams,
+    taps: list[UsageTap] | None = None,
+    others: Sequence[ReadListener] = (),
+) -> list[MemoryUsage]:
+    """What a run's memories read at the scored positions of documents, each position once.
+
+    Args:
+        run: whose model reads.
+        documents: the text, for one pass.
+        advance: see `score`.
+        world: the processes that share the pass; the counts are those of all.
+        ngrams: receives the n-grams that the model sees at these positions.
+        taps: of the memories whose reads count; None: all.
+        others: listeners that are restricted to the same positions.
+
+    Returns:
+        As `UsageCounters.memories`.
+
+    Raises:
+        UserError: see `score` and `UsageCounters.memories`.
+    """
+    with UsageCounters(run.model, taps) as counters, ngrams.listening(run.model):
+
+        def watch(mask_N: Tensor) -> None:
+            for each in (counters, *others):
+                each.only(mask_N)
+            ngrams.mask_N = mask_N
+
+        score(run.model, documents, run.prefix, watch=watch, advance=advance, world=world)
+    ngrams.gather(world or World())
+    return counters.memories(world)
