@@ -95,10 +95,8 @@ def test_ranks_and_launcher_end_with_one_exit_code(recipe, tmp_path, ranks):
     assert facts_of(run) == facts
     (done,) = ranks.run(1, "command", 0, words=[*words, "-s", steps])
     assert (run / "done").exists()
-    for ended in (stopped, refused, diverged, done):
-        assert not any(
-            word in ended.stderr for word in ("Traceback", "Warning", "torch/distributed")
-        )  # torchrun's logs
+    for ended in (stopped, refused, diverged, done):  # torch/distributed: torchrun's log
+        assert not any(word in ended.stderr for word in ("Traceback", "Warning", "torch/distributed"))
 
 
 @pytest.mark.slow
