@@ -9,26 +9,33 @@ import io
 import json
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
+    from rich.table import Table as Grid
 
 Format = Literal["table", "md", "latex", "csv", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 MISSING = "-"
 SCIENTIFIC_FROM = 1e9  # larger floats are shown as 2.28e+49; counts are integers and keep their digits
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
-WORD = 16  # a word of a text column is kept whole up to this many characters
+# The ways to fit a table to the terminal, the first that does being taken: the width from which headings of numbers
+# fold; the gap between columns; whether text folds; whether a number folds before its +-spread.
+LAYOUTS = (
+    *((99, 2, False, False), (8, 2, False, False), (1, 2, False, False), (1, 1, False, False)),
+    *((1, 2, True, False), (1, 2, True, True), (1, 1, True, True)),
+)
+TEXT = 16  # a column of text folds where it is wider than this
+RULE = "    \n    \n -- \n" + "    \n" * 5  # as rich wants a box: a rule below the headings, and nothing else
 LATEX = {  # what LaTeX would take for markup, and signs for which it has its own
     **{sign: f"\\{sign}" for sign in "{}$&#%_"},
     **{sign: f"${sign}$" for sign in "<>|"},
@@ -38,7 +45,6 @@ LATEX = {  # what LaTeX would take for markup, and signs for which it has its ow
     "+-": r"$\pm\,$",
     "-": "$-$",
 }
-BREAK = "\x1f"  # marks where a long word may break: white space without width; not printable, so that no cell has it
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,6 @@ class Column:
         return ("{:.2e}" if is_huge else self.format).format(value)
 
 
-def wrapped(console: "Console", cell: str, width: int, align: Literal["left", "right"]) -> list[str]:
-    """The lines of a cell, each `width` characters wide. Long words, mostly names of runs, break after a "-", "_", "/"
-    or "@" rather than within a number.
-    """
-    from rich.text import Text
-
-    text = re.sub(rf"\S{{{WORD + 1},}}", lambda word: re.sub(r"((?<!\de)[-_/@])", rf"\1{BREAK}", word[0]), cell)
-    lines = Text(text).wrap(console, width, justify=align, overflow="fold")
-    return [line.plain.replace(BREAK, "") for line in lines]
-
-
 def number(name: str, format: str = "{:,}") -> Column:
     """A right-aligned column of numbers, shown as 1,234 by default."""
     return Column(name, "right", format)
@@ -85,9 +80,6 @@ def number(name: str, format: str = "{:,}") -> Column:
 @dataclass(frozen=True)
 class Table:
     """A table, as text in five formats.
-
-    The text is fitted to the terminal here because rich.table narrows all columns alike: in tables that fit, it cut
-    words in the middle, or it printed lines wider than the terminal.
 
     Args:
         title: a line above the table; may be empty.
@@ -105,9 +97,9 @@ class Table:
         """The table as text that ends in a newline.
 
         Args:
-            format: "table" fits the terminal (80 characters where there is none): long text wraps, numbers are never
-                cut, and a table of many numbers may therefore be wider. "md" is markdown, "latex" a float with
-                booktabs' rules. "csv" and "json" (a list of objects) keep full precision.
+            format: "table" fits the terminal (80 characters where there is none) as far as numbers can stay whole: a
+                table of many numbers is wider. "md" is markdown, "latex" a float with booktabs' rules. "csv" and
+                "json" (a list of objects) keep full precision.
         """
         writers = {"table": self._text, "md": self._markdown, "latex": self._latex}
         return (writers | {"csv": self._csv, "json": self._json})[format]()
@@ -115,43 +107,42 @@ class Table:
     def _text(self) -> str:
         from rich.console import Console
 
-        console = Console(file=io.StringIO())  # as wide as the terminal, or 80
-        widths, apart = self._widths(console.width)
+        width = Console().width  # the terminal's, or 80
+        console = Console(file=io.StringIO(), color_system=None, width=10**6)
+        for room, gap, fold_text, fold_spreads in LAYOUTS:
+            grid = self._grid(room, gap, fold_spreads)
+            least = sum((column.min_width or 0) + gap for column in grid.columns) - gap
+            if (least if fold_text else console.measure(grid).maximum) <= width:
+                break
+        console.width = max(width, least)  # in less room, rich would leave columns out
+        with console.capture() as drawn:
+            console.print(grid)
+        lines = [line.rstrip() for line in drawn.get().splitlines()]
+        title = [printable(self.title), ""] if self.title else []
+        return "\n".join([*title, *lines, *([printable(self.note)] if self.note else []), ""])
 
-        def lines(cells: Iterable[Sequence[str]]) -> list[str]:
-            rows = (zip(parts, widths, strict=True) for parts in zip_longest(*cells))
-            return [(" " * apart).join(part or " " * width for part, width in row).rstrip() for row in rows]
-
-        shown = [zip(row, widths, self.columns, strict=True) for row in self._shown()]
-        head, *rows = [[wrapped(console, cell, width, column.align) for cell, width, column in row] for row in shown]
-        body = lines(cell[::-1] for cell in head)[::-1]  # headings end just above the rule
-        body.append("-" * (sum(widths) + apart * (len(widths) - 1)))
-        body += [line for row in rows for line in lines(row)]
-        note = [printable(self.note)] if self.note else []
-        return "\n".join([*([printable(self.title), ""] if self.title else []), *body, *note, ""])
-
-    def _widths(self, width: int) -> tuple[list[int], int]:
-        """The widths of the columns in a terminal of `width` characters, and the gap between them: two characters, or
-        one where two would not fit.
-
-        Every column first gets its longest number or word. The rest of the line goes, a character at a time, to the
-        column that needs the fewest more: first to show its cells on one line, then its heading.
-        """
+    def _grid(self, room: int, gap: int, fold_spreads: bool) -> "Grid":
+        """The table for rich, in one of `LAYOUTS`. Columns of numbers are as wide as their numbers or their heading."""
+        from rich.box import Box
         from rich.cells import cell_len
+        from rich.table import Table as Grid
+        from rich.text import Text
 
-        shown, found = self._shown(), []
-        for column, cells in zip(self.columns, zip(*shown, strict=True), strict=True):
-            longest = max((cell_len(word) for cell in cells for word in cell.split()), default=1)
-            found.append(longest if column.align == "right" else min(longest, WORD))
-        gaps = len(found) - 1
-        apart = 2 if sum(found) + 2 * gaps <= width else 1
-        left = width - sum(found) - apart * gaps
-        for rows in (shown[1:], shown):
-            wanted = [max((cell_len(row[index]) for row in rows), default=0) for index in range(len(found))]
-            while left > 0 and (lacking := [index for index, wide in enumerate(found) if wide < wanted[index]]):
-                found[min(lacking, key=lambda index: wanted[index] - found[index])] += 1
-                left -= 1
-        return found, apart
+        grid = Grid(box=Box(RULE, ascii=True), show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
+        head, *rows = self._shown()
+        if fold_spreads:
+            rows = [[cell.replace(" +-", "\n+-") for cell in row] for row in rows]
+        for column, heading, *cells in zip(self.columns, head, *rows, strict=True):
+            is_number = column.align == "right"
+            widest = max(map(cell_len, "\n".join(cells).splitlines()), default=1)
+            if is_number:
+                heading = textwrap.fill(heading, max(room, widest), break_long_words=False)
+            widest = max(widest, *map(cell_len, heading.splitlines() or [""]))
+            least = widest if is_number else min(widest, TEXT)
+            grid.add_column(Text(heading), justify=column.align, overflow="fold", no_wrap=is_number, min_width=least)
+        for row in rows:
+            grid.add_row(*map(Text, row))
+        return grid
 
     def _markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:

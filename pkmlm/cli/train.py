@@ -65,7 +65,7 @@ def command(
     if not output and resume != "auto":
         raise UserError(f"--resume {resume} is given without a run directory", "add -o RUN")
     if launching:
-        return launch(nproc or 1, output)
+        return launch(nproc or 1)
 
     from pkmlm.launched import init_distributed
     from pkmlm.train.dry_run import dry_run

@@ -1,8 +1,8 @@
 """How ranks share the gradients of a step.
 
 Dense parameters: every rank holds them whole, and torch's DDP sums their gradients; with `parallel.shard`, FSDP2
-divides them, their gradients and their moments among the ranks. Tables of rows: see `row_exchange`. The modules of FSDP2
-take half as long to import as torch itself, so they are imported only where parameters are divided.
+divides them, their gradients and their moments among the ranks. Tables of rows: see `row_exchange`. The modules of
+FSDP2 take half as long to import as torch itself, so they are imported only where parameters are divided.
 """
 
 from collections.abc import Sequence

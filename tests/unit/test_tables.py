@@ -44,29 +44,51 @@ def test_text_never_cuts_a_number_and_wraps_words(monkeypatch: pytest.MonkeyPatc
         assert text.count("word") == 40 * many
 
 
-def test_columns_draw_nearer_and_text_wraps_before_a_line_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = [Column("run"), number("M ops a token"), Column("made of"), *(number(f"part {n}") for n in range(4))]
-    row = ["product-key-seed-1", 10**9, "attention and a memory", *[10**6] * 4]
-    least = 16 + 13 + 9 + 4 * 9  # of the run's name, 1,000,000,000, "attention", 1,000,000
-    for width in range(least + 6, least + 40):
+def test_headings_fold_then_columns_draw_nearer_then_text_folds(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = [Column("run"), number("M operations a token"), Column("made of"), *[number("part")] * 4]
+    table = Table("", columns, [["product-key-seed-1", 10**9, "attention and a memory", *[10**6] * 4]])
+    columns_of_text, numbers, heading = 18 + 22, 13 + 4 * 9, 20
+    folded, gaps = columns_of_text + numbers, 2 * 6
+    for width in range(60, 130):
         monkeypatch.setenv("COLUMNS", str(width))
-        text = Table("", columns, [row]).render()
-        assert max(map(len, text.splitlines())) <= width
-        assert ("1,000,000  1,000,000" in text) == (width >= least + 12)
-
-
-def test_long_names_break_at_their_marks_and_not_in_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"product-key-{lr}-seed-1-very-long-name" for lr in ("0.003", "3e-10")]
-    table = Table("", [Column("Run"), *COLUMNS[1:]], [[name, 262_144, 0.97949, None] for name in names])
-    broken = ["product-key-", "0.003-seed-1-", "very-long-name", "product-key-", "3e-10-seed-1-", "very-long-name"]
-    for width, expected in (("40", broken), ("80", names)):
-        monkeypatch.setenv("COLUMNS", width)
         text = table.render()
-        assert [line.split()[0] for line in text.splitlines()[-len(expected) :]] == expected
-        assert text.isascii()
-        assert text.replace("\n", "").isprintable()
+        assert ("M operations a token" in text) is (width >= folded + heading - 13 + gaps)
+        assert ("attention and a memory" in text) is (width >= folded + gaps // 2)
+        apart = width >= folded + gaps or 16 + 16 + numbers + gaps <= width < folded + gaps // 2
+        assert ("1,000,000  1,000,000" in text) is apart
+        assert max(map(len, text.splitlines())) <= max(width, 16 + 16 + numbers + gaps // 2)
+        assert text.count("1,000,000") == 5
+
+
+@pytest.mark.parametrize("width", [8, 40, 64, 80, 120])
+def test_numbers_and_names_are_whole_and_spreads_fold(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = [Column("model"), *(number(f"perplexity {n}") for n in range(6))]
+    text = Table("", columns, [["memory", *["118.89 +-0.23"] * 6]] * 2).render()
+    words = text.split()
+    assert (words.count("118.89"), words.count("+-0.23"), words.count("memory")) == (12, 12, 2)
+    assert words.count("perplexity") == 6
+    assert ("118.89 +-0.23" in text) is (width >= 6 + 6 * 15)
+
+
+def test_a_long_name_folds(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "product-key-0.003-seed-1-very-long-name"
+    table = Table("", [Column("Run"), *COLUMNS[1:]], [[name, 262_144, 0.97949, None]])
+    for width in ("40", "80"):
+        monkeypatch.setenv("COLUMNS", width)
+        lines = table.render().splitlines()
+        start = lines.index(next(line for line in lines if line.startswith("product")))
+        assert "".join(line.split()[0] for line in lines[start:]) == name
+        assert max(map(len, lines)) <= int(width)
     monkeypatch.setenv("COLUMNS", "16")
     assert "0123456789abcdef\n0123456789" in Table("", [Column("Run")], [["0123456789abcdef" * 2]]).render()
+
+
+def test_no_colours_even_where_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = Table("Title", COLUMNS, ROWS, "note").render()
+    assert text.isascii()
+    assert text.replace("\n", "").isprintable()
 
 
 def test_floats_from_a_billion_on_are_short_in_tables_alone() -> None:
