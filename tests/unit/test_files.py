@@ -279,16 +279,14 @@ def test_numbers_that_json_cannot_write_are_damage(tmp_path, number):
 def test_a_run_that_was_replaced_while_it_was_held_is_let_go(tmp_path):
     run = RunDirectory(tmp_path / "run")
     with run.locked():
-        run.point("latest", 3)
+        run.write_facts(status="running")
         os.rename(run.path, tmp_path / "away")
         told = re.escape(f"run {run.path} has been renamed, deleted or replaced")
         with pytest.raises(UserError, match=told):
-            run.point("latest", 4)
+            run.write_facts(status="finished")
         assert not run.path.exists()
-        with RunDirectory(tmp_path / "run").locked():
-            for write in (lambda: run.point("latest", 4), lambda: run.note(status="finished")):
-                with pytest.raises(UserError, match=told):
-                    write()
+        with RunDirectory(tmp_path / "run").locked(), pytest.raises(UserError, match=told):
+            run.write_facts(status="finished")
         assert os.listdir(run.path) == [".lock"]
 
 
@@ -333,6 +331,6 @@ def test_a_file_system_without_locks_keeps_nobody_out_and_says_so(tmp_path, monk
     monkeypatch.setattr("fcntl.flock", unsupported)
     run = RunDirectory(tmp_path / "run")
     with run.locked(), RunDirectory(run.path).locked():
-        run.point("latest", 3)
+        run.set_pointer("latest", 3)
     assert (run.path / "latest").read_text() == "step-00000003\n"
     assert f"warning: {run.path}: this file system has no locks" in capsys.readouterr().err
