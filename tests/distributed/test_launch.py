@@ -48,7 +48,7 @@ def test_a_killed_rank_ends_all_and_ctrl_c_saves_first(recipe, tmp_path, ranks):
     run = tmp_path / "run"
     words = ["train", str(recipe), "-o", str(run), "--nproc", "2", *ENDLESS, "-s", "checkpoint.every=2"]
     running = ranks.start(1, "command", words=words)
-    below = wait_for('"step": 3,', run / "metrics.jsonl", psutil.Process(running.pids[0]))
+    below = wait_for("step-", run / "latest", psutil.Process(running.pids[0]))
     started = {process.environ().get("RANK"): process for process in below}
     assert {"0", "1"} <= started.keys()
     started["1"].kill()
@@ -113,7 +113,7 @@ def test_ranks_agree_on_an_exit_code(ends, passed, code):
 )
 def test_the_rank_that_ended_all_is_named(tmp_path, ends, message, status):
     RunDirectory(tmp_path).create(Recipe())
-    RunDirectory(tmp_path).note(status="running")
+    RunDirectory(tmp_path).write_facts(status="running")
     with pytest.raises(UserError, match=message) as told:
         outcome({rank: failed(rank, *end) for rank, end in enumerate(ends)}, [], str(tmp_path))
     facts = RunDirectory(tmp_path).facts()
@@ -125,7 +125,7 @@ def test_a_rank_that_has_said_why_it_failed_stays_named(tmp_path):
     """Another did not answer afterwards, and was killed."""
     run = RunDirectory(tmp_path)
     run.create(Recipe())
-    run.note(status="failed", rank=1, message="out of memory")
+    run.write_facts(status="failed", rank=1, message="out of memory")
     with pytest.raises(UserError, match="rank 0 did not answer after the end of rank 1"):
         outcome({0: failed(0, -signal.SIGKILL, 31), 1: failed(1, 1, 0)}, [], str(tmp_path))
     assert (run.facts()["rank"], run.facts()["message"]) == (1, "out of memory")
