@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +183,31 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[Any], o
     monkeypatch.setattr(loop, "train_step", taken)
 
 
-def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint's state, and what its manifest says of it."""
-    from pkmlm.files import entry_of, write_json
+def rewrite(checkpoint: Path, name: str, text: str) -> None:
+    """Write a small file of a checkpoint, and what its manifest says of it."""
+    from pkmlm.files import entry_of, write_json, write_text
 
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text())
-    write_json(checkpoint / "state.json", state)
-    manifest["files"]["state.json"] = entry_of(checkpoint / "state.json")
+    write_text(checkpoint / name, text)
+    manifest["files"][name] = entry_of(checkpoint / name)
     write_json(file, manifest)
+
+
+def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    rewrite(checkpoint, "state.json", json.dumps(state))
+
+
+def write_checkpoint(run: Path, recipe: Any, progress: Any) -> Path:
+    """Write a checkpoint as training does, but without its tensors, which only those need who load it."""
+    from pkmlm.files import make_folder, write_json
+    from pkmlm.recipe.schema import dump_recipe
+    from pkmlm.runs.directory import RunDirectory
+    from pkmlm.runs.record import CHECKPOINT_VERSION
+
+    folder = RunDirectory(run).checkpoint(progress.step)
+    make_folder(folder)
+    write_json(folder / "manifest.json", {"version": CHECKPOINT_VERSION, "step": progress.step, "files": {}})
+    write_state(folder, asdict(progress))
+    rewrite(folder, "recipe.yaml", dump_recipe(recipe))
+    return folder

@@ -147,7 +147,8 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     Raises:
         UserError: a run does not exist, no path is a run, or (exit code 1) all runs are damaged or cannot be read.
     """
-    strays = {path for path in paths if Path(path).exists() and not RunDirectory(path).recipe_file.is_file()}
+    existing = {path: RunDirectory(path) for path in paths if Path(path).exists()}
+    strays = {path for path, run in existing.items() if not run.recipe_file.is_file() and not run.steps()}
     if strays.issuperset(paths):
         strays = set()  # opening the first says what is wrong with it
     warnings = [f"left out {path}: it is not a run (it has no recipe.yaml)" for path in sorted(strays)]

@@ -93,7 +93,8 @@ def test_ranks_train_as_one_process_and_rank_0_alone_writes(alone, divided):
     ]
     names = {path.name for path in (divided / "checkpoints/step-00000008").iterdir()}
     parts = {f"{kind}-{part}-of-2.safetensors" for kind in ("weights", "optimizer") for part in (1, 2)}
-    assert names == parts | {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    whole = {f"{kind}.safetensors" for kind in ("weights", "optimizer", "drift")}
+    assert names == parts | whole | {"state.json", "recipe.yaml", "manifest.json"}
     facts = json.loads((divided / "run.json").read_text())
     assert (facts["status"], facts["exit_code"], facts["step"], facts["ranks"]) == ("finished", 0, 8, 2)
     assert (divided / "done").exists()

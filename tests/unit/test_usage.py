@@ -412,35 +412,26 @@ def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
             pool=(1, 2),
         ),
     ]
-    entry = {"run": "r", "step": 5, "split": "test", "source": {"checkpoint": "a"}}
+    entry = {"run": "r", "step": 5, "checkpoint": "a", "split": "test", "source": {"sha256": "b"}, "warnings": []}
     entry["memories"] = [memory.as_json() for memory in memories]
     stem = tmp_path / "usage" / "test-step-5"
-    assert load_usage(stem, entry["source"]) is None
+    assert load_usage(stem, "a", entry["source"]) is None
     save_usage(stem, entry, memories)
-    loaded = load_usage(stem, {"checkpoint": "a"})
+    loaded = load_usage(stem, "a", {"sha256": "b"})
     assert loaded is not None
     assert loaded[0] == entry
     for memory, kept in zip(memories, loaded[1], strict=True):
         assert kept.as_json() == memory.as_json()
         assert (kept.counts_HK == memory.counts_HK).all()
         assert kept.counts_HK.dtype == np.int64
-    assert load_usage(stem, {"checkpoint": "b"}) is None, "measured on another checkpoint"
+    assert load_usage(stem, "c", entry["source"]) is None, "measured on another checkpoint"
+    assert load_usage(stem, "a", {"sha256": "c"}) is None, "or of another text"
     arrays, record = stem.with_name("test-step-5.npz"), stem.with_name("test-step-5.json")
-    older = [{key: value for key, value in memory.items() if key != "effective"} for memory in entry["memories"][:2]]
-    record.write_text(json.dumps(entry | {"memories": older}))  # without what the first two do not know
-    assert load_usage(stem, {"checkpoint": "a"})[0]["memories"] == entry["memories"][:2]
-    save_usage(stem, entry, memories)
-    for text in ("[]", "{}", '{"source": {"checkpoint": "a"}}', json.dumps(entry | {"memories": 5})):
-        record.write_text(text)
-        assert load_usage(stem, {"checkpoint": "a"}) is None, text
-    twice = [entry["memories"][0] | {"reads": 1}, *entry["memories"][1:]]
-    record.write_text(json.dumps(entry | {"memories": twice}))
-    assert load_usage(stem, {"checkpoint": "a"}) is None, "numbers and counts do not agree"
-    record.write_text(json.dumps(entry))
-    assert load_usage(stem, {"checkpoint": "a"}) is not None
-    whole = arrays.read_bytes()
+    text, whole = record.read_text(), arrays.read_bytes()
+    for damaged in ("[]", "{}", json.dumps(entry | {"memories": 5})):
+        record.write_text(damaged)
+        assert load_usage(stem, "a", entry["source"]) is None, damaged
+    record.write_text(text)
     for content in (whole[:-30], b"", whole[:100] + b"\xff" * 40 + whole[140:]):
         arrays.write_bytes(content)
-        assert load_usage(stem, {"checkpoint": "a"}) is None, "damaged"
-    np.savez(arrays, **{"0-counts_HK": np.array(["a"]), "0-masses_HK": np.zeros(0)})
-    assert load_usage(stem, {"checkpoint": "a"}) is None, "of another shape"
+        assert load_usage(stem, "a", entry["source"]) is None
