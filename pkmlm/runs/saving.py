@@ -109,8 +109,9 @@ class Saver:
         def write() -> None:
             try:
                 self._write(snapshot)
-                if self.background.rank == 0:
-                    committed(copied_in if copy else time.monotonic() - began)
+                with self.background.collective_errors():
+                    if self.background.rank == 0:
+                        committed(copied_in if copy else time.monotonic() - began)
             except BaseException as error:
                 self.failure = error
 

