@@ -17,8 +17,8 @@ mesh of ranks.
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -56,7 +56,6 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-PIECE = 1 << 24  # bytes that are written and hashed at once
 Tables = dict[str, World]
 
 
@@ -73,8 +72,8 @@ class Differences(NamedTuple):
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> ManifestEntry:
     """Write tensors as safetensors and sync the file; returns what a manifest says of it.
 
-    The library's `save_file` copies all tensors first, and the file would have to be read again for its digest: here
-    each piece is hashed while it is written.
+    With the library's `save_file`, the file would have to be read again for its digest: here a thread hashes each
+    tensor while it is written.
 
     Raises:
         UserError: (exit code 1) the system refused a write.
@@ -93,19 +92,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    content = (piece for name in names for piece in pieces(tensors[name]))
-    with writing(path) as file, ThreadPoolExecutor(1) as hasher:
-        for piece in chain([len(text).to_bytes(8, "little") + text], content):
-            hashed = hasher.submit(digest.update, piece)
-            file.write(piece)
-            hashed.result()
+    content = (memory_of(tensors[name]) for name in names)
+    with writing(path) as file:
+        for part in chain([len(text).to_bytes(8, "little") + text], content):
+            hashing = threading.Thread(target=digest.update, args=(part,), daemon=True)
+            hashing.start()
+            file.write(part)
+            hashing.join()
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def pieces(tensor: Tensor) -> Iterator[Any]:
-    """The bytes of a tensor, in pieces of `PIECE`; one on a GPU is copied to main memory."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    yield from (data[start : start + PIECE] for start in range(0, len(data), PIECE))
+def memory_of(tensor: Tensor) -> Any:
+    """The bytes of a tensor; one on a GPU is copied to main memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def prune(run: RunDirectory, keep: int, best: int | None) -> None:

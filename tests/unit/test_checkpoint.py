@@ -223,8 +223,7 @@ def test_pruning_keeps_the_newest_and_the_best(run):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool])
-def test_tensors_are_written_as_the_library_reads_them(tmp_path, dtype, monkeypatch):
-    monkeypatch.setattr(checkpoint, "PIECE", 16)
+def test_tensors_are_written_as_the_library_reads_them(tmp_path, dtype):
     tensors = {
         "odd": (torch.arange(21).view(3, 7) % 2).to(dtype),
         "turned": torch.arange(12).view(3, 4).to(dtype).T,
