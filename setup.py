@@ -19,7 +19,7 @@ setup(
     package_dir={"pkmlm": "pkmlm", "pkmlm.recipes": "recipes"},
     package_data={
         "pkmlm": ["py.typed", "manual/*.md"],
-        "pkmlm.analysis": ["page/*"],
+        "pkmlm.report": ["page/*"],
         "pkmlm.recipes": ["schema.json", "*.yaml", "*/*.yaml", "*/grids/*.yaml", "demo/*.zst"],
     },
     python_requires=">=3.10",

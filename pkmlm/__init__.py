@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time, `__getattr__` imports
-    from pkmlm.analysis.counters import UsageCounters as UsageCounters
     from pkmlm.attach import attach as attach
     from pkmlm.attach import attach_dense as attach_dense
     from pkmlm.evaluate.load import load_run as load_run
-    from pkmlm.model.memory.hash_layer import HashLayer as HashLayer
-    from pkmlm.model.memory.key_memory import FlatKeyMemory as FlatKeyMemory
-    from pkmlm.model.memory.key_memory import ProductKeyMemory as ProductKeyMemory
-    from pkmlm.model.memory.ngram import NGramMemory as NGramMemory
-    from pkmlm.model.memory.peer import PEER as PEER
+    from pkmlm.measure.counters import UsageCounters as UsageCounters
+    from pkmlm.memory.hash_layer import HashLayer as HashLayer
+    from pkmlm.memory.key_memory import FlatKeyMemory as FlatKeyMemory
+    from pkmlm.memory.key_memory import ProductKeyMemory as ProductKeyMemory
+    from pkmlm.memory.ngram import NGramMemory as NGramMemory
+    from pkmlm.memory.peer import PEER as PEER
+    from pkmlm.memory.row_adam import RowAdam as RowAdam
     from pkmlm.model.transformer import build_model as build_model
     from pkmlm.recipe.load import load_recipe as load_recipe
-    from pkmlm.train.row_adam import RowAdam as RowAdam
 
 MODULES = {
-    "FlatKeyMemory": "pkmlm.model.memory.key_memory",
-    "HashLayer": "pkmlm.model.memory.hash_layer",
-    "NGramMemory": "pkmlm.model.memory.ngram",
-    "PEER": "pkmlm.model.memory.peer",
-    "ProductKeyMemory": "pkmlm.model.memory.key_memory",
-    "RowAdam": "pkmlm.train.row_adam",
-    "UsageCounters": "pkmlm.analysis.counters",
+    "FlatKeyMemory": "pkmlm.memory.key_memory",
+    "HashLayer": "pkmlm.memory.hash_layer",
+    "NGramMemory": "pkmlm.memory.ngram",
+    "PEER": "pkmlm.memory.peer",
+    "ProductKeyMemory": "pkmlm.memory.key_memory",
+    "RowAdam": "pkmlm.memory.row_adam",
+    "UsageCounters": "pkmlm.measure.counters",
     "attach": "pkmlm.attach",
     "attach_dense": "pkmlm.attach",
     "build_model": "pkmlm.model.transformer",

@@ -20,12 +20,12 @@ from torch import nn
 
 from pkmlm.kernels.matmul import SCORES
 from pkmlm.kernels.row_gradient import exchange_bytes
+from pkmlm.memory.base import SparseMemory, memories
+from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.memory.values import Pool
 from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk
-from pkmlm.model.memory.base import SparseMemory, memories
-from pkmlm.model.memory.key_memory import KeyMemory
-from pkmlm.model.memory.values import Pool
 from pkmlm.model.transformer import FFN, Transformer, build_block, build_pool
 from pkmlm.recipe.constraints import MAX_PARAMETERS, MAX_SLOTS, memory_layers
 from pkmlm.recipe.schema import Model, Recipe

@@ -2,7 +2,7 @@
 
 attachment: what users see. hosts: what there is in a model. layers: what can be attached. places: where it is put, and
 what is attached already. ngrams: the tokens of a call. optimizer: AdamW and row Adam as one. saved: the folder of an
-attachment. hosted: measuring it. Called by users, and by evaluate.load by name; imports train, analysis, evaluate and
+attachment. hosted: measuring it. Called by users, and by evaluate.load by name; imports train, measure, evaluate and
 everything below.
 """
 

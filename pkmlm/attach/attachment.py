@@ -11,10 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pkmlm.analysis.counters import ReadListener, UsageCounters
-from pkmlm.analysis.slot_contexts import AFTER, BEFORE, Context, TopContexts
-from pkmlm.analysis.slots import LogitLens, SlotDetails, find_memory, most_read
-from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.attach.hosted import Hosted
 from pkmlm.attach.hosts import choose_blocks, find_tokenizer, text_config, vocabulary_of
 from pkmlm.attach.layers import DENSE, NGRAM, Layer, settings_of
@@ -23,8 +19,12 @@ from pkmlm.attach.places import NAME, Mode, attachments_of, insert
 from pkmlm.attach.saved import check_base, read_facts, read_weights, write_attached
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.errors import UserError
-from pkmlm.model.memory.values import tables_of
-from pkmlm.train.row_adam import RowAdam, check_settings
+from pkmlm.measure.counters import ReadListener, UsageCounters
+from pkmlm.measure.slot_contexts import AFTER, BEFORE, Context, TopContexts
+from pkmlm.measure.slots import LogitLens, SlotDetails, find_memory, most_read
+from pkmlm.measure.usage import MemoryUsage
+from pkmlm.memory.row_adam import RowAdam, check_settings
+from pkmlm.memory.values import tables_of
 
 
 def attach(

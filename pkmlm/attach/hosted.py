@@ -26,9 +26,9 @@ from pkmlm.evaluate.load import LoadedRun
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
 from pkmlm.files import MANIFEST, read_json
+from pkmlm.memory.base import SparseMemory
+from pkmlm.memory.ngram import NGramIds
 from pkmlm.model.attention import AttentionLayout, KVCache
-from pkmlm.model.memory.base import SparseMemory
-from pkmlm.model.memory.ngram import NGramIds
 from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
 
 CONTEXT = 2048  # most tokens that a model reads at once: the maximum in its config may not fit into memory

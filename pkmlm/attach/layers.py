@@ -15,9 +15,9 @@ from torch.nn.functional import silu
 
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
-from pkmlm.model.memory.key_memory import KeyMemory
-from pkmlm.model.memory.ngram import NGramMemory
-from pkmlm.model.memory.values import Pool
+from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.memory.ngram import NGramMemory
+from pkmlm.memory.values import Pool
 from pkmlm.model.transformer import KEY_MEMORIES
 from pkmlm.recipe.constraints import Check, check_ngram
 from pkmlm.recipe.schema import Memory, Model, NGram, expectation

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from pkmlm.errors import UserError
-from pkmlm.train.row_adam import RowAdam
+from pkmlm.memory.row_adam import RowAdam
 
 
 class Training(Protocol):

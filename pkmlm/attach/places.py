@@ -17,10 +17,10 @@ from pkmlm.attach.ngrams import CALLS, ForwardWithIds, HostIds
 from pkmlm.device import check_device
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
-from pkmlm.model.init import Constant, InitSpec, initialise
-from pkmlm.model.memory.base import SparseMemory
-from pkmlm.model.memory.ngram import NGramMemory
-from pkmlm.model.memory.values import Pool
+from pkmlm.memory.base import SparseMemory
+from pkmlm.memory.init import Constant, InitSpec, initialise
+from pkmlm.memory.ngram import NGramMemory
+from pkmlm.memory.values import Pool
 
 Mode = Literal["add", "replace"]
 NAME = "pkmlm"  # of all that is attached, among the modules of its network

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 
-from pkmlm.analysis.equal import Over
 from pkmlm.bench.models import random_training
 from pkmlm.bench.rounds import Say, check_room, interleaved
 from pkmlm.console import warn
@@ -22,6 +21,7 @@ from pkmlm.device import default_device, machine, select_device
 from pkmlm.errors import UserError, memory_errors
 from pkmlm.files import read_json, write_json
 from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, recipe_sha256
+from pkmlm.report.equal import Over
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import STEPS, StepTimes
 from pkmlm.train.step import train_step

@@ -4,10 +4,10 @@ import json
 
 import click
 
-from pkmlm.analysis.equal import Over
 from pkmlm.cli.options import PATH, force_option, format_option, over_option, plot_options, quiet_option
 from pkmlm.cli.outputs import free_folder
 from pkmlm.console import Format, say_drawn, status_line, warn_each
+from pkmlm.report.equal import Over
 
 
 @click.command()
@@ -47,9 +47,9 @@ def command(
       pkmlm compare runs/* --format latex > table.tex
       pkmlm compare runs/* --format csv > runs.csv
     """
-    from pkmlm.analysis.compare import compare_runs
-    from pkmlm.analysis.dense_equivalent import dense_equivalents
-    from pkmlm.analysis.tables import compare_rows, compare_tables
+    from pkmlm.report.compare import compare_runs
+    from pkmlm.report.dense_equivalent import dense_equivalents
+    from pkmlm.report.tables import compare_rows, compare_tables
 
     folder = free_folder(plots, force)
     comparison = compare_runs(run_paths)
@@ -65,7 +65,7 @@ def command(
     dense, comparable = comparison.comparable_with_dense()
     try:  # pictures first: they are drawn even if the output has been closed
         if folder is not None:
-            from pkmlm.analysis.plots import Look, draw_curves, over_tokens
+            from pkmlm.report.plots import Look, draw_curves, over_tokens
 
             look, branches, drawn = Look(plot_format, plot_width), comparison.branches(), []
             for axis in over or ("steps",):

@@ -114,7 +114,7 @@ def command(
 
 def print_result(record: dict[str, Any], as_json: bool) -> None:
     """Print the tables, or the JSON."""
-    from pkmlm.analysis.tables import task_report
+    from pkmlm.report.tables import task_report
 
     if as_json:
         click.echo(json.dumps(record, indent=2))

@@ -45,7 +45,7 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
     from pkmlm.export.card import card_of, known_scores
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import check_free, write_export
-    from pkmlm.model.memory.base import memories
+    from pkmlm.memory.base import memories
     from pkmlm.model.transformer import Transformer
     from pkmlm.runs.directory import RunDirectory
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from pkmlm.analysis.equal import OVERS
 from pkmlm.cli import remember
 from pkmlm.console import FORMATS
 from pkmlm.errors import UserError
+from pkmlm.report.equal import OVERS
 
 PATH = click.Path(readable=False)  # any name, which a shell can complete; the commands check it
 

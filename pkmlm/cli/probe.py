@@ -84,10 +84,10 @@ def command(
       pkmlm probe attached --base gpt2 --data tokens
       pkmlm probe exported/demo --data tokens --split valid
     """
-    from pkmlm.analysis.probe import probe_run
-    from pkmlm.analysis.tables import probe_notes, probe_table
     from pkmlm.evaluate.load import load_run
     from pkmlm.export.config import is_attached
+    from pkmlm.measure.probe import probe_run
+    from pkmlm.report.tables import probe_notes, probe_table
 
     folder = free_folder(plots, force)
     run = load_run(run_path, step, base=base)
@@ -95,7 +95,7 @@ def command(
     record, warnings = probe_run(run, twins, choice, fit_tokens, quiet)
     try:  # pictures first: they are drawn even if the output has been closed
         if folder is not None:
-            from pkmlm.analysis.plots import Look, draw_probes
+            from pkmlm.report.plots import Look, draw_probes
 
             drawn = draw_probes(folder, record, Look(plot_format, plot_width))
             say_drawn(len(drawn), folder)

@@ -72,9 +72,9 @@ def command(
       pkmlm slots attached --base gpt2 --text my.txt
       pkmlm slots runs/demo --text my.txt --top 200 --json
     """
-    from pkmlm.analysis.slots import find_memory, report_prompt, report_slots
-    from pkmlm.analysis.tables import collision_table, most_read_table, prompt_table, slot_tables
     from pkmlm.evaluate.load import load_run
+    from pkmlm.measure.slots import find_memory, report_prompt, report_slots
+    from pkmlm.report.tables import collision_table, most_read_table, prompt_table, slot_tables
 
     if prompt is not None and (slot is not None or choice.explicit):
         raise UserError("PROMPT excludes --slot, --split, --text and --data", "leave one of them out")

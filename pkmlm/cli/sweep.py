@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from pkmlm.analysis.equal import Over
 from pkmlm.cli.options import PATH, RECIPE, over_option, plot_options, quiet_option, set_option
 from pkmlm.console import warn_each
 from pkmlm.errors import UserError
+from pkmlm.report.equal import Over
 
 GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVICES has it
 
@@ -61,7 +61,7 @@ def command(
       pkmlm sweep my-grid.yaml -o sweeps/mine --device 0,1,2,3
       pkmlm sweep my-grid.yaml -o sweeps/mine --table --over tokens,seconds
     """
-    from pkmlm.analysis.plots import Look
+    from pkmlm.report.plots import Look
     from pkmlm.sweep.run import open_sweep, run_sweep
 
     results, folder = open_sweep(Path(grid_file), scale, overrides, output, over=over, table_only=table_only)

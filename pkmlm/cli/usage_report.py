@@ -113,11 +113,11 @@ def command(
       pkmlm usage-report attached --base gpt2 --text my.txt
       torchrun --nproc-per-node 4 -m pkmlm usage-report runs/demo
     """
-    from pkmlm.analysis.background import count_background
-    from pkmlm.analysis.compare import open_runs
-    from pkmlm.analysis.tables import background_table, usage_rows, usage_tables
-    from pkmlm.analysis.usage_report import Reading, export_usage, run_or_export, usage_reports
     from pkmlm.export.config import is_attached
+    from pkmlm.measure.background import count_background
+    from pkmlm.report.compare import open_runs
+    from pkmlm.report.tables import background_table, usage_rows, usage_tables
+    from pkmlm.report.usage_report import Reading, export_usage, run_or_export, usage_reports
     from pkmlm.runs.directory import RunDirectory
 
     world: World | None = None  # None without a launcher: a stored report needs no torch
@@ -163,14 +163,14 @@ def command(
     entries = [report.entry for report in reports]
     try:  # files first: they are written even if the output has been closed
         if folder is not None:
-            from pkmlm.analysis.plots import Look, draw_usage
+            from pkmlm.report.plots import Look, draw_usage
 
             look = Look(plot_format, plot_width)
             drawn = [draw_usage(folder, r.entry["run"], r.memories, list(r.run.metrics()), look) for r in reports]
             say_drawn(sum(map(len, drawn)), folder)
         if page is not None:
-            from pkmlm.analysis.page import usage_page
             from pkmlm.files import write_text
+            from pkmlm.report.page import usage_page
 
             write_text(page, usage_page(reports))
             click.echo(f"the page is {printable(str(page))} ({page.stat().st_size / 1e6:.1f} MB)", err=True)

@@ -2,6 +2,6 @@
 zero-shot tasks (tasks: loaded with their rows; task_file: a user's own; lm_eval: the scores, computed with likelihood),
 and generate text (generate). evaluation is what `pkmlm eval` does.
 
-Called by analysis, train (validation), sweep and the commands; imports nothing above export. documents and task_file
+Called by measure, train (validation), sweep and the commands; imports nothing above export. documents and task_file
 need no torch.
 """

@@ -142,7 +142,7 @@ class Linear(nn.Linear):
     Args:
         dim_in, dim_out: widths of the input and of the output.
         bias: whether a bias is added.
-        initial_std: the standard deviation of the initial weights; None: `linear_std` of `pkmlm.model.init`.
+        initial_std: the standard deviation of the initial weights; None: `linear_std` of `pkmlm.memory.init`.
     """
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool = True, initial_std: float | None = None):

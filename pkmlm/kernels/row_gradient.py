@@ -19,7 +19,7 @@ class RowGradient:
     Row s of the gradient is scale * (sum over reads (t, j) with slots[t, j] = s of weights[t, j] * x[t]), where x is
     the gradient of the output. Slots, weights and x are kept, never a row for each read. Further backward passes
     (accumulation) add reads; once these take more bytes than the table, all but those of the last pass are kept as sums
-    of rows, so that the memory of a step does not grow with its passes. `pkmlm.train.row_adam`, which updates the
+    of rows, so that the memory of a step does not grow with its passes. `pkmlm.memory.row_adam`, which updates the
     table, sums each row's reads on the way.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, relu, scaled_dot_product_attention
 
 from pkmlm.kernels.matmul import at_least_fp32, linear
-from pkmlm.model.init import InitSpec, Normal, OrthogonalRows
+from pkmlm.memory.init import InitSpec, Normal, OrthogonalRows
 
 CHUNK = 64  # positions whose weights linear attention computes one by one; it reads earlier ones through their sum
 EPSILON = 1e-6

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from pkmlm.memory.ngram import NGramIds
+from pkmlm.memory.values import Modules
 from pkmlm.model.attention import AttentionLayout, KVCache
-from pkmlm.model.memory.ngram import NGramIds
-from pkmlm.model.memory.values import Modules
 
 
 class LanguageModel(Modules, Protocol):

@@ -12,15 +12,15 @@ from torch.nn.functional import gelu, relu
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import memory_errors
 from pkmlm.kernels.matmul import Linear, linear
+from pkmlm.memory.hash_layer import HashLayer, MemoryBlock
+from pkmlm.memory.init import initialise, linear_std
+from pkmlm.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
+from pkmlm.memory.ngram import NGramIds, NGramMemory, Past
+from pkmlm.memory.peer import PEER
+from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.values import Pool, Values, tables_of
 from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
-from pkmlm.model.init import initialise, linear_std
 from pkmlm.model.loss import summed_loss
-from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock
-from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
-from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past
-from pkmlm.model.memory.peer import PEER
-from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import Pool, Values, tables_of
 from pkmlm.recipe.constraints import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pkmlm.analysis.compare import Facts, facts_of
 from pkmlm.data.corpus import Corpus
 from pkmlm.errors import UserError
 from pkmlm.files import open_file
@@ -14,6 +13,7 @@ from pkmlm.recipe.load import read_tree, recipe_of
 from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.recipe.warnings import warnings
+from pkmlm.report.compare import Facts, facts_of
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.sweep.grid import Grid, Point, assignments, overlap
 from pkmlm.sweep.measures import MEASURES

@@ -15,12 +15,12 @@ from typing import Literal, NoReturn
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from pkmlm.analysis.equal import Over
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import bind, merge, wrong
 from pkmlm.recipe.nodes import Node, parse
 from pkmlm.recipe.schema import quoted_text
 from pkmlm.recipe.shipped import recipe_text
+from pkmlm.report.equal import Over
 from pkmlm.sweep.measures import MEASURES
 
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pkmlm.analysis.compare import by_table, mean
 from pkmlm.cost import cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.evaluate.task_file import SUITES
 from pkmlm.recipe.schema import Recipe
+from pkmlm.report.compare import by_table, mean
 
 Source = Literal["cost", "train", "eval", "usage", "tasks", "speed"]
 TASKS = SUITES["memoryformer"]

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.transforms import Bbox
 
-from pkmlm.analysis.plots import LETTER, SMALL, Look, drawing, file_name, label, legend, line_style, plain
 from pkmlm.files import remove_file
+from pkmlm.report.plots import LETTER, SMALL, Look, drawing, file_name, label, legend, line_style, plain
 from pkmlm.sweep.grid import Figure, Grid, Point
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.results import Results

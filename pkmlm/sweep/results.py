@@ -12,15 +12,15 @@ from statistics import fmean, median
 from typing import Any
 
 from pkmlm import __version__
-from pkmlm.analysis.compare import Comparison, Group
-from pkmlm.analysis.dense_equivalent import Equivalent, dense_equivalents
-from pkmlm.analysis.equal import Equal
-from pkmlm.analysis.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.console import Column, Table, number
 from pkmlm.environment import source_commit, source_sha256
 from pkmlm.errors import UserError
 from pkmlm.files import make_folder, read_json, write_json, write_text
 from pkmlm.recipe.schema import recipe_sha256
+from pkmlm.report.compare import Comparison, Group
+from pkmlm.report.dense_equivalent import Equivalent, dense_equivalents
+from pkmlm.report.equal import Equal
+from pkmlm.report.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import SweepTimings, Timed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished

@@ -17,9 +17,6 @@ from pathlib import Path
 import torch
 from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
 
-from pkmlm.analysis.compare import differences
-from pkmlm.analysis.equal import Over
-from pkmlm.analysis.plots import Look, draw_curves
 from pkmlm.bench.generate import score_batch
 from pkmlm.bench.rounds import Say, interleaved
 from pkmlm.bench.steps import step_amounts
@@ -34,6 +31,9 @@ from pkmlm.files import locked, make_folder, write_text
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.recipe.shipped import find_base
+from pkmlm.report.compare import differences
+from pkmlm.report.equal import Over
+from pkmlm.report.plots import Look, draw_curves
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest, signal_name, stop_on_signals
 from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, best, facts_at_end, finished, steps_taken

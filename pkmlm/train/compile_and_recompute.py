@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pkmlm.errors import UserError, first_line
+from pkmlm.memory.base import memories
+from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.model.attention import Attention
-from pkmlm.model.memory.base import memories
-from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.transformer import FFN, Transformer
 
 # Dropout draws the same numbers as without compiling.

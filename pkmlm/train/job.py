@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.analysis.background import Background
 from pkmlm.data.canonical import canonical_ids, canonical_sha256
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.measure.background import Background
 from pkmlm.recipe.constraints import check_ranks
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
-from pkmlm.analysis.usage import memory_label
 from pkmlm.errors import UserError, printable
 from pkmlm.files import open_log, write_errors
+from pkmlm.measure.usage import memory_label
 from pkmlm.recipe.schema import Log
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.monitor import TrainingMonitor

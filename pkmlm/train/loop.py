@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pkmlm.analysis.drift import Drift, RecentReads
 from pkmlm.errors import NotFinite
 from pkmlm.files import remove_file
-from pkmlm.model.memory.key_memory import KeyMemory
+from pkmlm.measure.drift import Drift, RecentReads
+from pkmlm.memory.key_memory import KeyMemory
 from pkmlm.runs import checkpoint
 from pkmlm.runs.checkpoint import prune
 from pkmlm.runs.directory import RunDirectory

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pkmlm.analysis.usage import memory_label
+from pkmlm.measure.usage import memory_label
 
 WINDOW = 50  # steps that a loss is compared with
 FEWEST = 20

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from pkmlm.distributed import ProcessGroups, is_shard, local_part
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.model.memory.key_memory import KeyMemory
-from pkmlm.model.memory.values import Values, tables_of
+from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.memory.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
+from pkmlm.memory.values import Values, tables_of
 from pkmlm.recipe.schema import Optim, Recipe
 from pkmlm.train.lr_schedule import LrSchedule
-from pkmlm.train.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from pkmlm.distributed import World, is_shard
-from pkmlm.model.memory.key_memory import KeyMemory
-from pkmlm.model.memory.values import Values
+from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.memory.values import Values
 from pkmlm.model.transformer import Transformer
 
 

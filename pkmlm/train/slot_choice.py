@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pkmlm.analysis.background import Background
-from pkmlm.analysis.counters import RowCounters
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.model.memory.values import Values, tables_of
+from pkmlm.measure.background import Background
+from pkmlm.measure.counters import RowCounters
+from pkmlm.memory.values import Values, tables_of
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Recipe, SlotScore
 from pkmlm.train.job import Job

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pkmlm.analysis.background import Background
 from pkmlm.data.batches import Batches
 from pkmlm.device import autocast, to_device
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
-from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import table_ranks
+from pkmlm.measure.background import Background
+from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.row_exchange import all_gather_row_gradients
+from pkmlm.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import Progress, Tables
@@ -24,7 +25,6 @@ from pkmlm.train.compile_and_recompute import compile_dense_parts, recompute_act
 from pkmlm.train.loss_scale import FLOOR, LossScale
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from pkmlm.train.parallel import data_parallel_loss, shard_dense_parameters
-from pkmlm.train.row_exchange import all_gather_row_gradients
 from pkmlm.train.slot_choice import SlotChoice
 
 MOST_SKIPS = 20  # fp16 steps in a row

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from pkmlm.analysis.counters import UsageCounters
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import autocast, to_device
 from pkmlm.evaluate.documents import documents_of_split, open_split
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.perplexity import score
-from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import Values
+from pkmlm.measure.counters import UsageCounters
+from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.values import Values
 from pkmlm.signals import StopRequest
 from pkmlm.train.step import TrainState
 

@@ -24,8 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pkmlm.analysis.background import Background, count_background
-from pkmlm.analysis.plots import COLOURS, Look, drawing, legend
 from pkmlm.console import Column, Table, number
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
@@ -35,11 +33,13 @@ from pkmlm.evaluate.likelihood import score_targets
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import score
 from pkmlm.files import make_folder, write_json, write_text
-from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import tables_of
+from pkmlm.measure.background import Background, count_background
+from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.values import tables_of
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
+from pkmlm.report.plots import COLOURS, Look, drawing, legend
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.step import TrainState, train_step
 

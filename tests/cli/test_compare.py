@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from pkmlm.analysis.compare import Group, compare_runs, timed_side_by_side
-from pkmlm.analysis.dense_equivalent import dense_equivalents
-from pkmlm.analysis.equal import at_equal
 from pkmlm.bench.steps import timed_part
 from pkmlm.export.card import known_scores
 from pkmlm.files import write_json
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import recipe_sha256
+from pkmlm.report.compare import Group, compare_runs, timed_side_by_side
+from pkmlm.report.dense_equivalent import dense_equivalents
+from pkmlm.report.equal import at_equal
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, checkpoint_digest
 from pkmlm.runs.results import perplexity_file, tasks_file, usage_stem, write_evaluation, write_usage

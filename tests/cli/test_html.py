@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from pkmlm.analysis.page import usage_page
-from pkmlm.analysis.slot_contexts import Context
-from pkmlm.analysis.slots import PageSlots, SlotDetails, Word
-from pkmlm.analysis.usage import MemoryUsage
-from pkmlm.analysis.usage_report import RunUsage
 from pkmlm.data.corpus import Corpus
 from pkmlm.evaluate.load import load_run
-from pkmlm.model.memory.base import UsageTap, memories
+from pkmlm.measure.slot_contexts import Context
+from pkmlm.measure.slots import PageSlots, SlotDetails, Word
+from pkmlm.measure.usage import MemoryUsage
+from pkmlm.memory.base import UsageTap, memories
+from pkmlm.report.page import usage_page
+from pkmlm.report.usage_report import RunUsage
 from pkmlm.runs.directory import RunDirectory
 from tests.browser import Browser, find_chromium
 from tests.conftest import pkmlm
@@ -41,7 +41,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(autouse=True)
 def few_deals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of contexts at random: a hundred take a second."""
-    monkeypatch.setattr("pkmlm.analysis.slots.SHUFFLES", 2)
+    monkeypatch.setattr("pkmlm.measure.slots.SHUFFLES", 2)
 
 
 @pytest.fixture(scope="module")

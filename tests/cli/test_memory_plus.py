@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pkmlm.analysis.slots import LogitLens, find_memory
 from pkmlm.evaluate.load import load_run
+from pkmlm.measure.slots import LogitLens, find_memory
 from tests.conftest import pkmlm
 
 

@@ -23,14 +23,14 @@ from pkmlm.environment import TIMEOUT
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.launched import init_distributed
-from pkmlm.model.init import initialise
-from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import Values
+from pkmlm.memory.init import initialise
+from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.row_exchange import all_gather_row_gradients, even_row_gradients
+from pkmlm.memory.values import Values
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, NGram, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
-from pkmlm.train.row_exchange import all_gather_row_gradients, even_row_gradients
 from pkmlm.train.step import StepResult, TrainState, train_step
 from pkmlm.train.validation import recalibrate
 from tests.golden.test_curves import Stream

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pkmlm.analysis.background import Background
+from pkmlm.measure.background import Background
 from tests.conftest import given, pkmlm
 from tests.distributed.test_runs import losses, tensors
 

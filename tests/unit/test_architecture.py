@@ -22,21 +22,23 @@ FLOORS = {
     "device": 3,
     "distributed": 3,
     "launched": 4,
-    "model": 4,
+    "memory": 4,
     "data": 4,
+    "model": 5,
     "runs": 5,
     "cost": 6,
     "cost_tables": 7,
     "export": 7,
     "evaluate": 8,
-    "analysis": 9,
-    "train": 10,
-    "attach": 11,
-    "bench": 11,
-    "sweep": 12,
-    "cli": 13,
-    "__main__": 14,
-    "__init__": 14,  # the Python front door, which imports lazily
+    "measure": 9,
+    "report": 10,
+    "train": 11,
+    "attach": 12,
+    "bench": 12,
+    "sweep": 13,
+    "cli": 14,
+    "__main__": 15,
+    "__init__": 15,  # the Python front door, which imports lazily
 }
 HEAVY = {"torch", "numpy", "scipy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich", "lm_eval"}
 HEAVY |= {"datasets", "pydantic", "tokenizers"}

@@ -39,11 +39,11 @@ from transformers import (
 from transformers.utils import is_accelerate_available
 
 import pkmlm
-from pkmlm.analysis.slots import LogitLens
 from pkmlm.attach.hosted import Hosted
 from pkmlm.attach.places import base_parameters
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.measure.slots import LogitLens
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROTARY = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 99}

@@ -12,10 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from pkmlm.errors import UserError
 from pkmlm.evaluate.lm_eval import PkmLM
 from pkmlm.evaluate.load import load_run
+from pkmlm.memory.init import initialise, orthogonal_rows
 from pkmlm.model import efficient_attention
 from pkmlm.model.attention import KVCache, rotate, rotation
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
-from pkmlm.model.init import initialise, orthogonal_rows
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train

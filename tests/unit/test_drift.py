@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from pkmlm.analysis import drift as drifting
-from pkmlm.analysis.drift import Drift, RecentReads
 from pkmlm.data.batches import Batches
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.model.memory.base import memories
+from pkmlm.measure import drift as drifting
+from pkmlm.measure.drift import Drift, RecentReads
+from pkmlm.memory.base import memories
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from pkmlm.analysis.compare import Group
-from pkmlm.analysis.dense_equivalent import dense_equivalents
-from pkmlm.analysis.equal import at_equal
+from pkmlm.report.compare import Group
+from pkmlm.report.dense_equivalent import dense_equivalents
+from pkmlm.report.equal import at_equal
 
 
 def test_losses_at_equal_amounts_by_hand():

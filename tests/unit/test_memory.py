@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 
-from pkmlm.analysis.counters import UsageCounters
-from pkmlm.model.init import initialise
-from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock, score_rms
-from pkmlm.model.memory.key_memory import FlatKeyMemory, ProductKeyMemory
-from pkmlm.model.memory.peer import PEER
-from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import Pool, Values
+from pkmlm.measure.counters import UsageCounters
+from pkmlm.memory.hash_layer import HashLayer, MemoryBlock, score_rms
+from pkmlm.memory.init import initialise
+from pkmlm.memory.key_memory import FlatKeyMemory, ProductKeyMemory
+from pkmlm.memory.peer import PEER
+from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.values import Pool, Values
 from pkmlm.recipe.schema import Hash, Memory
 
 SIZES = {"num_keys": 6, "heads": 3, "topk": 5, "key_dim": 8}

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pkmlm.cost import cost_of
 from pkmlm.device import autocast
-from pkmlm.model.init import initialise
-from pkmlm.model.memory import values
-from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
-from pkmlm.model.memory.peer import PEER
-from pkmlm.model.memory.values import tables_of
+from pkmlm.memory import values
+from pkmlm.memory.init import initialise
+from pkmlm.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
+from pkmlm.memory.peer import PEER
+from pkmlm.memory.values import tables_of
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.train.optim import parameter_groups

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pkmlm.memory.init import initialise
 from pkmlm.model.attention import KVCache, rotate, rotation
-from pkmlm.model.init import initialise
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
 

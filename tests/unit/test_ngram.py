@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from pkmlm.analysis.ngrams import NGrams, collisions
 from pkmlm.data import canonical
 from pkmlm.data.canonical import canonical_ids, canonical_sha256, canonical_text
 from pkmlm.data.tokenizer import Tokenizer
@@ -21,10 +20,11 @@ from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.evaluate.likelihood import Window, attention_layout, build_prefix_tree
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import windows
+from pkmlm.measure.ngrams import NGrams, collisions
+from pkmlm.memory.base import memories, usage_taps
+from pkmlm.memory.ngram import NGramIds, NGramMemory, Past, gate_of
+from pkmlm.memory.values import table_ranks
 from pkmlm.model.attention import KVCache
-from pkmlm.model.memory.base import memories, usage_taps
-from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past, gate_of
-from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Model, NGram, Optim, Recipe, Train
@@ -432,7 +432,7 @@ def test_the_ngrams_of_a_row_are_those_that_read_it(trained):
 
 @torch.no_grad()
 def test_ngrams_are_counted_as_they_are_seen_and_not_kept(monkeypatch):
-    monkeypatch.setattr("pkmlm.analysis.ngrams.LEAST_TO_COUNT", 64)
+    monkeypatch.setattr("pkmlm.measure.ngrams.LEAST_TO_COUNT", 64)
     model, ngrams = model_of("far"), NGrams()
     expected, order = Counter(), model.ngram_ids.order
     with ngrams.listening(model):

@@ -9,13 +9,13 @@ import torch
 
 from pkmlm.device import autocast
 from pkmlm.distributed import ProcessGroups
-from pkmlm.model.memory import values as values_module
-from pkmlm.model.memory.values import Values
+from pkmlm.memory import values as values_module
+from pkmlm.memory.row_adam import RowAdam, RowSGD
+from pkmlm.memory.values import Values
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, NGram, Optim, Recipe, TablesOptim, Train, ValuesOptim
 from pkmlm.train.lr_schedule import LrSchedule
 from pkmlm.train.optim import parameter_groups
-from pkmlm.train.row_adam import RowAdam, RowSGD
 
 MODEL = Model(
     dim=16,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from matplotlib import rc_context
 
-from pkmlm.analysis import plots
-from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.measure.usage import MemoryUsage
+from pkmlm.report import plots
 from pkmlm.sweep.measures import MEASURES
 
 LOOK = plots.Look()

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from pkmlm.analysis.counters import ReadListener
-from pkmlm.analysis.probe import PROBES, Means, Probes, Reader, Text, groups_of, intervals, partners, probe_run
 from pkmlm.data.corpus import Corpus
 from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import Documents, TextChoice, documents_of_split, documents_of_texts, open_split
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import score
-from pkmlm.model.init import initialise
-from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
-from pkmlm.model.memory.values import Values
+from pkmlm.measure.counters import ReadListener
+from pkmlm.measure.probe import PROBES, Means, Probes, Reader, Text, groups_of, intervals, partners, probe_run
+from pkmlm.memory.base import SparseMemory, UsageTap, memories
+from pkmlm.memory.init import initialise
+from pkmlm.memory.values import Values
 
 TEXTS = [
     "It was a dark night.\n",

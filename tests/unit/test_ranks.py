@@ -13,8 +13,8 @@ from pkmlm.environment import SIZE, TIMEOUT, collective_timeout, launched_proces
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.launched import init_distributed
-from pkmlm.model import init
-from pkmlm.model.memory.values import _Collective
+from pkmlm.memory import init
+from pkmlm.memory.values import _Collective
 from pkmlm.recipe.constraints import check_ranks, check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
 

@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from pkmlm.analysis.counters import ReadListener
-from pkmlm.analysis.slot_contexts import (
+from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import documents_of_texts
+from pkmlm.evaluate.load import LoadedRun, load_run
+from pkmlm.evaluate.perplexity import score, windows
+from pkmlm.measure.counters import ReadListener
+from pkmlm.measure.slot_contexts import (
     AFTER,
     BEFORE,
     Context,
@@ -18,7 +22,7 @@ from pkmlm.analysis.slot_contexts import (
     contexts_at,
     find_pattern,
 )
-from pkmlm.analysis.slots import (
+from pkmlm.measure.slots import (
     LogitLens,
     SlotDetails,
     count_patterns,
@@ -30,11 +34,7 @@ from pkmlm.analysis.slots import (
     slot_name,
     slot_number,
 )
-from pkmlm.errors import UserError
-from pkmlm.evaluate.documents import documents_of_texts
-from pkmlm.evaluate.load import LoadedRun, load_run
-from pkmlm.evaluate.perplexity import score, windows
-from pkmlm.model.memory.base import UsageTap, memories
+from pkmlm.memory.base import UsageTap, memories
 
 TEXTS = ["It was a dark night.\n", "He said nothing; " * 40, "x", "The end of the road was near, she said. " * 12]
 

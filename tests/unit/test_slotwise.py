@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from pkmlm.analysis.background import Background
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import score_windows, windows
 from pkmlm.kernels import backend, reference
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.model.memory.base import usage_taps
-from pkmlm.model.memory.values import tables_of
+from pkmlm.measure.background import Background
+from pkmlm.memory.base import usage_taps
+from pkmlm.memory.values import tables_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.results import read_metrics, write_arrays
 from pkmlm.train.loss_scale import LossScale

@@ -10,12 +10,12 @@ from statistics import fmean
 
 import pytest
 
-from pkmlm.analysis.plots import Look
 from pkmlm.errors import UserError
 from pkmlm.files import write_json
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.recipe.schema import recipe_sha256
+from pkmlm.report.plots import Look
 from pkmlm.runs.record import Progress
 from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken
 from pkmlm.sweep.grid import Grid, read_grid

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from pkmlm.analysis.tables import table_label
 from pkmlm.console import FORMATS, Column, Table, number
+from pkmlm.report.tables import table_label
 
 COLUMNS = [
     Column("Run"),

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pkmlm.analysis import counters as counting
-from pkmlm.analysis import usage as numbers
-from pkmlm.analysis.counters import UsageCounters
-from pkmlm.analysis.tables import usage_tables
-from pkmlm.analysis.usage import MemoryUsage, measures, reads_of_a_slot, uniform_reading
-from pkmlm.analysis.usage_report import load_usage, save_usage
 from pkmlm.errors import UserError
-from pkmlm.model.memory.base import UsageTap
+from pkmlm.measure import counters as counting
+from pkmlm.measure import usage as numbers
+from pkmlm.measure.counters import UsageCounters
+from pkmlm.measure.usage import MemoryUsage, measures, reads_of_a_slot, uniform_reading
+from pkmlm.memory.base import UsageTap
+from pkmlm.report.tables import usage_tables
+from pkmlm.report.usage_report import load_usage, save_usage
 
 
 def test_measures_by_hand() -> None:

@@ -131,11 +131,11 @@ def count_background(
     Raises:
         UserError: there is no such checkpoint or text, or the model has no table of values.
     """
-    from pkmlm.analysis.counters import RowCounters
     from pkmlm.distributed import World
     from pkmlm.evaluate.load import load_on_all_ranks
     from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
-    from pkmlm.model.memory.values import tables_of
+    from pkmlm.measure.counters import RowCounters
+    from pkmlm.memory.values import tables_of
 
     world = world or World()
     loaded = load_on_all_ranks(run.path, step, world)

@@ -16,12 +16,12 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from numpy.typing import NDArray
 
-from pkmlm.analysis.plots import sorted_mass, training_lines, uniform_mass
-from pkmlm.analysis.slots import PageSlots, SlotDetails, Word, count_patterns
-from pkmlm.analysis.tables import pattern_text
-from pkmlm.analysis.usage import MemoryUsage
-from pkmlm.analysis.usage_report import RunUsage
 from pkmlm.errors import printable
+from pkmlm.measure.slots import PageSlots, SlotDetails, Word, count_patterns
+from pkmlm.measure.usage import MemoryUsage
+from pkmlm.report.plots import sorted_mass, training_lines, uniform_mass
+from pkmlm.report.tables import pattern_text
+from pkmlm.report.usage_report import RunUsage
 
 CODES = 65534  # steps of the page's logarithmic scale of masses
 LISTED = 200  # slots in a memory's list, whose patterns are counted
@@ -41,7 +41,7 @@ def usage_page(reports: Sequence[RunUsage]) -> str:
     colours = [to_hex(colour) for colour in colormaps["viridis"](np.linspace(0, 1, 256))]
     # No text can end the page's script: Base64 has no < in it.
     data = packed(json.dumps({"runs": runs, "colours": colours}, allow_nan=False).encode())
-    folder = files("pkmlm.analysis") / "page"
+    folder = files("pkmlm.report") / "page"
 
     def part(mark: re.Match[str]) -> str:
         return data if mark[1] == "data" else (folder / mark[1]).read_text(encoding="utf-8").strip()

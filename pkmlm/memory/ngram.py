@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from pkmlm.kernels.matmul import Linear, at_least_fp32
-from pkmlm.model.init import Constant, Counting, InitSpec, Multipliers
-from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
-from pkmlm.model.memory.query import RMS_EPSILON
-from pkmlm.model.memory.values import Values
+from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
+from pkmlm.memory.init import Constant, Counting, InitSpec, Multipliers
+from pkmlm.memory.query import RMS_EPSILON
+from pkmlm.memory.values import Values
 from pkmlm.recipe.constraints import next_prime
 from pkmlm.recipe.schema import NGram, section
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from pkmlm.analysis.usage import MemoryUsage, with_pool
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.model.memory.base import UsageTap, memories, usage_taps
-from pkmlm.model.memory.values import Modules, tables_of
+from pkmlm.measure.usage import MemoryUsage, with_pool
+from pkmlm.memory.base import UsageTap, memories, usage_taps
+from pkmlm.memory.values import Modules, tables_of
 
 # Pairs of slots that are compared at once: as many as a core's cache holds; a GPU wants few large calls.
 COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pkmlm.analysis.usage import MemoryUsage, with_pool
 from pkmlm.console import token_progress, warn
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.sources import expand_glob, find_source
@@ -19,13 +18,14 @@ from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
 from pkmlm.files import MANIFEST, entry_of, json_text, read_json, sha256_of
+from pkmlm.measure.usage import MemoryUsage, with_pool
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest, read_checkpoint_manifest
 from pkmlm.runs.results import read_usage, usage_stem, write_arrays, write_usage
 
 if TYPE_CHECKING:  # these modules import torch
-    from pkmlm.analysis.slots import PageSlots
     from pkmlm.distributed import World
+    from pkmlm.measure.slots import PageSlots
 
 ARRAYS = ("counts_HK", "masses_HK", "squares_H")  # of a MemoryUsage, as its run keeps them
 MAYBE = ("common_HH", "spread_3", "weighing_H")  # those that hash tables do not have
@@ -151,10 +151,10 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
 
 def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     """Make a report by reading the text."""
-    from pkmlm.analysis.measure_usage import measure_usage
-    from pkmlm.analysis.ngrams import NGrams, all_collisions
-    from pkmlm.analysis.slots import PageSlots, index_slots, page_slots
     from pkmlm.evaluate.load import load_on_all_ranks
+    from pkmlm.measure.measure_usage import measure_usage
+    from pkmlm.measure.ngrams import NGrams, all_collisions
+    from pkmlm.measure.slots import PageSlots, index_slots, page_slots
 
     choice, quiet, world, details, base = reading
     loaded = load_on_all_ranks(run.path, step, world, base)

@@ -12,8 +12,8 @@ from torch import Tensor
 from pkmlm.distributed import current_world
 from pkmlm.kernels import backend
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.model.memory.values import Values
-from pkmlm.train.row_exchange import average_row_gradients
+from pkmlm.memory.row_exchange import average_row_gradients
+from pkmlm.memory.values import Values
 
 
 class RowOptimizer(torch.optim.Optimizer):

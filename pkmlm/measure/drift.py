@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pkmlm.data.batches import permute
 from pkmlm.distributed import World
-from pkmlm.model.memory.base import SparseMemory, memories
-from pkmlm.model.memory.values import side_by_side
+from pkmlm.memory.base import SparseMemory, memories
+from pkmlm.memory.values import side_by_side
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.results import drift_file, write_arrays
 from pkmlm.seeds import derived_seed

@@ -23,9 +23,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogFormatter, LogLocator, ScalarFormatter
 from numpy.typing import NDArray
 
-from pkmlm.analysis.usage import MemoryUsage, memory_label, reads_of_a_slot
 from pkmlm.errors import printable
 from pkmlm.files import make_folder, writing
+from pkmlm.measure.usage import MemoryUsage, memory_label, reads_of_a_slot
 from pkmlm.runs.results import validations
 
 Metrics = Sequence[Mapping[str, Any]]

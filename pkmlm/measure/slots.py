@@ -17,10 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pkmlm.analysis.counters import ReadListener
-from pkmlm.analysis.measure_usage import measure_usage
-from pkmlm.analysis.ngrams import NGrams, collisions, ngrams_in_row
-from pkmlm.analysis.slot_contexts import (
+from pkmlm.console import token_progress
+from pkmlm.errors import UserError, printable
+from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents
+from pkmlm.evaluate.load import LoadedRun
+from pkmlm.measure.counters import ReadListener
+from pkmlm.measure.measure_usage import measure_usage
+from pkmlm.measure.ngrams import NGrams, collisions, ngrams_in_row
+from pkmlm.measure.slot_contexts import (
     JUDGED,
     Context,
     Pattern,
@@ -30,15 +34,11 @@ from pkmlm.analysis.slot_contexts import (
     find_pattern,
     summed_reads,
 )
-from pkmlm.analysis.usage import PAIRED_KINDS, MemoryUsage
-from pkmlm.console import token_progress
-from pkmlm.errors import UserError, printable
-from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents
-from pkmlm.evaluate.load import LoadedRun
+from pkmlm.measure.usage import PAIRED_KINDS, MemoryUsage
+from pkmlm.memory.base import SparseMemory, UsageTap, memories
+from pkmlm.memory.ngram import NGramMemory
+from pkmlm.memory.values import Modules
 from pkmlm.model.language_model import LanguageModel
-from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
-from pkmlm.model.memory.ngram import NGramMemory
-from pkmlm.model.memory.values import Modules
 
 WORDS = 8  # tokens shown that a value raises most, or lowers most
 CHUNK = 256  # values put through the output head at a time

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
-from pkmlm.model.memory.base import UsageTap
+from pkmlm.memory.base import UsageTap
 
 JUDGED, LEAST = 10, 3  # contexts in which a pattern is looked for, and the fewest that must share it
 BEFORE, AFTER = 14, 6  # tokens shown around the one that reads

@@ -18,7 +18,7 @@ from pkmlm.distributed import World
 from pkmlm.kernels import ops
 from pkmlm.kernels.reference import Quantized, dequantize
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.model.init import InitSpec, Normal
+from pkmlm.memory.init import InitSpec, Normal
 
 HALF_ON = ("cuda",)  # the CPU's kernels read fp32
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from pkmlm.analysis.counters import ReadListener, UsageCounters
-from pkmlm.analysis.ngrams import NGrams
-from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.distributed import World
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
-from pkmlm.model.memory.base import UsageTap
+from pkmlm.measure.counters import ReadListener, UsageCounters
+from pkmlm.measure.ngrams import NGrams
+from pkmlm.measure.usage import MemoryUsage
+from pkmlm.memory.base import UsageTap
 
 
 def measure_usage(

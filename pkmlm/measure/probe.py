@@ -48,10 +48,10 @@ from pkmlm.errors import NotFinite, UserError, printable
 from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents, open_split
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
-from pkmlm.model.init import initialise
+from pkmlm.memory.base import SparseMemory, UsageTap, memories
+from pkmlm.memory.init import initialise
+from pkmlm.memory.values import Values
 from pkmlm.model.language_model import LanguageModel
-from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
-from pkmlm.model.memory.values import Values
 from pkmlm.runs.results import perplexity
 from pkmlm.seeds import derived_seed, generator
 

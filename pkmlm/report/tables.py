@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from pkmlm.analysis.compare import Group, flat_facts, shared_tasks
-from pkmlm.analysis.dense_equivalent import Equivalent
-from pkmlm.analysis.equal import Equal
 from pkmlm.console import NATS, SHARE, Column, Table, number
 from pkmlm.errors import printable
+from pkmlm.report.compare import Group, flat_facts, shared_tasks
+from pkmlm.report.dense_equivalent import Equivalent
+from pkmlm.report.equal import Equal
 from pkmlm.runs.results import average_accuracy
 
 Entry = dict[str, Any]

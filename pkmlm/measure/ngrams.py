@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import World
+from pkmlm.memory.ngram import NGramIds, NGramMemory, Past
 from pkmlm.model.language_model import LanguageModel
-from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past
 
 LEAST_TO_COUNT = 1 << 20  # n-grams: fewer are not worth a sort
 

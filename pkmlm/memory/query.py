@@ -13,7 +13,7 @@ from torch.nn.functional import batch_norm
 
 from pkmlm.distributed import World
 from pkmlm.kernels.matmul import Linear, at_least_fp32, without_autocast
-from pkmlm.model.init import Constant, InitSpec
+from pkmlm.memory.init import Constant, InitSpec
 from pkmlm.recipe.schema import Memory
 
 EPSILON = 1e-5  # of the batch normalisation

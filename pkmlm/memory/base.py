@@ -11,8 +11,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pkmlm.model.init import initialise
-from pkmlm.model.memory.values import Modules, Values
+from pkmlm.memory.init import initialise
+from pkmlm.memory.values import Modules, Values
 
 Layer = TypeVar("Layer")
 Inputs = ParamSpec("Inputs")

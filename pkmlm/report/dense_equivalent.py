@@ -6,8 +6,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-from pkmlm.analysis.compare import Group
-from pkmlm.analysis.equal import Over
+from pkmlm.report.compare import Group
+from pkmlm.report.equal import Over
 
 FEWEST = 3  # sizes of dense models: a line fits any two
 

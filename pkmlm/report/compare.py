@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from pkmlm.analysis.equal import Equal, Over, at_equal
 from pkmlm.errors import UserError
 from pkmlm.files import read_json
 from pkmlm.recipe.schema import Recipe, recipe_sha256
+from pkmlm.report.equal import Equal, Over, at_equal
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
 from pkmlm.runs.results import (

@@ -16,10 +16,10 @@ from torch.nn.functional import relu, rms_norm, silu
 
 from pkmlm.kernels import ops
 from pkmlm.kernels.matmul import Linear, at_least_fp32, linear, without_autocast
-from pkmlm.model.init import Constant, InitSpec, Uniform
-from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
-from pkmlm.model.memory.query import RMS_EPSILON, Query
-from pkmlm.model.memory.values import Pool, Values
+from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
+from pkmlm.memory.init import Constant, InitSpec, Uniform
+from pkmlm.memory.query import RMS_EPSILON, Query
+from pkmlm.memory.values import Pool, Values
 from pkmlm.recipe.schema import Gate, KeyNorm, Memory, QueryMap, QueryNorm, Scores, section
 
 Kind = Literal["product-key", "flat-key", "peer"]
@@ -227,7 +227,7 @@ class ProductKeyMemory(KeyMemory):
 
     Each head has its own two sets of sub-keys; they start at U(+-1/sqrt(f)) (not in the paper; the authors' code). The
     parameters are `subkeys_H2nf`, those of the `query` network, and the values, `values.weight_KD` (n^2, D), of which
-    a step of training changes few rows: see `pkmlm.train.row_adam.RowAdam`.
+    a step of training changes few rows: see `pkmlm.memory.row_adam.RowAdam`.
     """
 
     kind: ClassVar[Kind] = "product-key"
