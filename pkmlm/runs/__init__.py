@@ -1,6 +1,7 @@
-"""What a run keeps: its directory, results and checkpoints, and how files are written so that none is half-written.
+"""What a run keeps: directory.py knows the paths and pointers of a run; record.py what a checkpoint says of itself;
+checkpoint.py reads and verifies checkpoints, saving.py writes them in the background; results.py knows the schemas of
+all else.
 
-files.py changes files, checks them against manifests, and locks a folder; results.py knows the names and schemas of all
-results, directory.py the paths and pointers of a run; checkpoint.py writes, verifies and reads checkpoints.
-Everything above calls this folder; it may import `errors`, `console`, `recipe`, `device` and `distributed`.
+Everything above calls this folder; it may import `errors`, `console`, `files`, `recipe`, `data`, `device` and
+`distributed`.
 """
