@@ -171,6 +171,8 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     for run in facts:
         run["scoring_tokens_per_second"] = timed.get(run["run"])
         logged, last = run["step"] or 0, saved[run["run"]]
+        if not last and run["status"] in ("finished", "patience"):
+            warnings.append(f"{run['run']}: its checkpoints are gone: what is shown is what it logged")
         if logged < last:
             ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
             warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
@@ -278,7 +280,8 @@ def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts]) -> Facts:
     step). The kind is dense, hash, the kind of memory, ngram, or several of them joined by " + ".
     """
     recorded, recipe, latest = run.facts(), run.recipe(), run.of_latest(read_progress)
-    parameters, data = recorded.get("parameters") or {}, latest.data if latest else {}
+    parameters = latest.parameters if latest else recorded.get("parameters") or {}
+    data = latest.data if latest else {}
     train = [event for event in metrics if event["event"] == "train"]
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
     valid = [event for event in validations(metrics) if event.get("loss") is not None]

@@ -111,6 +111,10 @@ def usage_reports(runs: Mapping[str, RunDirectory], steps: Sequence[str], readin
             report = _report(run, step, reading._replace(world=None if reading.details else world))
             report.entry["run"] = f"{name}@{step}" if len(steps) > 1 else name
             reports.append(report)
+    sources = [report.entry["source"] for report in reports if "source" in report.entry]
+    if len({source.get("sha256", source.get("text")) for source in sources}) > 1:
+        told = "the runs were measured on different texts, or with different tokenizers"
+        reports[-1].entry["warnings"] = [*reports[-1].entry["warnings"], told]
     return reports
 
 

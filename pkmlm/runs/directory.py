@@ -169,6 +169,8 @@ class RunDirectory:
             if self.facts().get("status") == "diverged":
                 hint = "train under another -o with a lower optim.lr or a longer warm-up"
                 raise UserError(f"run {self.path} diverged before its first checkpoint", hint)
+            if self.done() is not None:
+                raise UserError(f"run {self.path} has finished, but its checkpoints are gone", "train it again")
             raise UserError(f"run {self.path} has no checkpoint yet", "let it train to its first checkpoint")
         if step == "latest":
             return steps[-1]

@@ -59,6 +59,7 @@ class Progress:
         scaler: state of the loss scaler; empty without one.
         seconds: time spent in training steps.
         vocab_size: rows of the model's embedding.
+        parameters: their numbers, as `pkmlm cost` counts them: "dense", "memory", "read_per_token".
         data: the sha256 of all that a resume must find again, such as tokens and tokenizer (`train.job.hashes_of`).
         validations: which determine the best checkpoint and the end of patience.
     """
@@ -69,6 +70,7 @@ class Progress:
     scaler: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     vocab_size: int = 0
+    parameters: dict[str, int] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
     validations: Validations = field(default_factory=Validations)
 

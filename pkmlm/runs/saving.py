@@ -53,12 +53,21 @@ class Saver:
         recipe: of the run; each checkpoint holds it.
         ranks: the ranks that train together.
         say: called with a line for people.
+        saved: called with the step of a checkpoint when this thread learns that it stands.
     """
 
-    def __init__(self, run: RunDirectory, recipe: Recipe, ranks: ProcessGroups, say: Callable[[str], None]):
-        self.run, self.recipe, self.ranks, self.say = run, recipe, ranks, say
+    def __init__(
+        self,
+        run: RunDirectory,
+        recipe: Recipe,
+        ranks: ProcessGroups,
+        say: Callable[[str], None],
+        saved: Callable[[int], None] = lambda step: None,
+    ):
+        self.run, self.recipe, self.ranks, self.say, self.saved = run, recipe, ranks, say, saved
         self.background = for_background(ranks.world)
         self.thread: threading.Thread | None = None
+        self.step = 0  # of the checkpoint under way
         self.failure: BaseException | None = None
 
     def __enter__(self) -> "Saver":
@@ -115,6 +124,7 @@ class Saver:
             except BaseException as error:
                 self.failure = error
 
+        self.step = progress.step
         self.thread = threading.Thread(target=write, name="checkpoint", daemon=True)  # ends with the process
         self.thread.start()
         if not copy:
@@ -132,16 +142,18 @@ class Saver:
             UserError: a weight is not finite (exit code 3), or a write failed (1); earlier checkpoints are untouched.
             SystemExit: that happened on another rank.
         """
-        if self.thread is not None:
-            self.thread.join(PATIENCE)
-            if self.thread.is_alive():
-                self.say("waiting until the checkpoint is written")
-            self.thread.join()
-            self.thread = None
+        if self.thread is None:
+            return
+        self.thread.join(PATIENCE)
+        if self.thread.is_alive():
+            self.say("waiting until the checkpoint is written")
+        self.thread.join()
+        self.thread = None
         if self.failure is not None:
             self.ranks.world.comm_stats.failed = self.background.comm_stats.failed
             failure, self.failure = self.failure, None
             raise failure
+        self.saved(self.step)
 
     def _own_tensors(
         self, weights: dict[str, Tensor], optimizer: dict[str, Tensor], tables: Tables, drift: dict[str, Tensor]

@@ -71,12 +71,13 @@ class Training:
         self.run, self.state, self.validate, self.log, self.stop = run, state, validate, log, stop
         self.recipe, self.world = state.recipe, state.process_groups.world
         self.calibrated = 0  # the step at which running statistics were last recalibrated
-        self.saver = Saver(run, job.recipe, state.process_groups, log.say)
+        self.saver = Saver(run, job.recipe, state.process_groups, log.say, lambda step: log.event("save", step))
         self.drift = Drift(run.path / USAGE, self.recipe, state.model, self.world)
         self._restore()
         self.history = state.progress.validations
         state.progress.data |= hashes_of(job)
         state.progress.vocab_size = job.vocab_size
+        state.progress.parameters = run.facts().get("parameters") or {}
         keyed = [module for module in state.model.modules() if isinstance(module, KeyMemory)]
         self.reads = [RecentReads(memory, self.world) for memory in keyed[:2]]  # as many as fit on a line
 
@@ -202,7 +203,6 @@ class Training:
         with self.log.doing("saving a checkpoint"):
             self._recalibrate()
             self.saver.save(progress, *state.tensors(), self.drift.tensors(), committed)
-        self.log.event("save", step)
 
     def _restore(self) -> None:
         """Load the latest checkpoint, if there is one."""
