@@ -133,10 +133,8 @@ def read_indexes(folders: Folders) -> list[tuple[Path, Index]]:
         UserError: as `read_index`; or a folder is named twice, or two have different tokenizers.
     """
     paths = [folders] if isinstance(folders, str | Path) else folders
-    if twice := [
-        path for i, path in enumerate(paths) if Path(path).resolve() in map(Path.resolve, map(Path, paths[:i]))
-    ]:
-        raise UserError(f"data.dir names {twice[0]} twice", "name each folder of tokens once")
+    if len({Path(path).resolve() for path in paths}) < len(paths):
+        raise UserError(f"{', '.join(map(str, paths))}: a folder of tokens is named twice", "name each once")
     first, *others = found = [(Path(path), read_index(Path(path))) for path in paths]
     for folder, index in others:
         if index.tokenizer_sha256 != first[1].tokenizer_sha256:

@@ -224,9 +224,8 @@ def check_examples(task: ConfigurableTask, file: Path) -> None:
     found = 0 if source == scored and named != config.test_split else len(task.fewshot_docs())
     if found < config.num_fewshot:
         hint = f"write them to {file.with_suffix('.train.jsonl')}, one JSON object per line, or ask for --num-fewshot 0"
-        message = (
-            f"{task.task_name} needs {config.num_fewshot} few-shot examples (found {found} besides its own questions)"
-        )
+        needed = f"{config.num_fewshot} few-shot example{'s' * (config.num_fewshot > 1)}"
+        message = f"{task.task_name} needs {needed} (found {found} besides its own questions)"
         raise UserError(message, hint)
 
 
