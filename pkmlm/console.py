@@ -194,7 +194,8 @@ class Table:
 
 def say_drawn(pictures: int, folder: Path) -> None:
     """Say on standard error where the pictures are."""
-    print(f"{pictures} picture{'' if pictures == 1 else 's'} in {printable(str(folder))}", file=sys.stderr)
+    where = f"{pictures} picture{'' if pictures == 1 else 's'} in {printable(str(folder))}"
+    print(where if pictures else "nothing to draw: there is no data for the pictures", file=sys.stderr)
 
 
 def warn(text: str) -> None:

@@ -1,12 +1,12 @@
 """`pkmlm slots`: what single slots of a memory hold, and who reads them."""
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, base_option, json_option, prompt_argument, quiet_option, step_option, text_options
-from pkmlm.console import warn_each
+from pkmlm.cli.options import PATH, base_option, prompt_argument, quiet_option, step_option, text_options
+from pkmlm.cli.show import NO_CSV, Output, report_options
+from pkmlm.console import Table
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot
 )
 @base_option
 @step_option
-@json_option
+@report_options(NO_CSV)
 @quiet_option
 def command(
     run_path: str,
@@ -42,7 +42,7 @@ def command(
     top: int | None,
     base: str | None,
     step: str,
-    as_json: bool,
+    out: Output,
     quiet: bool,
 ) -> None:
     """Show what the slots of RUN's memory hold, and which tokens read them.
@@ -84,20 +84,15 @@ def command(
     warnings: tuple[str, ...] = ()
     if prompt is not None:
         record = report_prompt(run, memory, prompt, top or DEFAULT_TOP["token"])
-        tables = [prompt_table(record)]
+        parts: list[Table | str] = [prompt_table(record)]
     else:
         shown = top or DEFAULT_TOP["slots" if slot is None else "contexts"]
         record, warnings = report_slots(run, memory, choice, slot, shown, quiet)
         later_blocks = len(run.model.blocks) - memory.tap.layer
-        tables = [most_read_table(record)] if slot is None else slot_tables(record, later_blocks)
+        parts = [most_read_table(record)] if slot is None else [*slot_tables(record, later_blocks)]
         if "collisions" in record:
-            tables.append(collision_table(record))
-    if as_json:
-        click.echo(json.dumps(record, indent=2, allow_nan=False))
-    else:
-        click.echo("\n".join(table.render() for table in tables), nl=False)
-        if found := record.get("patterns"):
-            patterned = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
-            by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
-            click.echo(f"\n{patterned}{by_chance}")
-    warn_each(warnings)
+            parts.append(collision_table(record))
+    if found := record.get("patterns"):
+        by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
+        parts.append(f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern{by_chance}")
+    out.show(record, parts, warnings=warnings)

@@ -5,7 +5,7 @@ Each table is made from what the report prints as JSON, and needs no torch.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -456,13 +456,26 @@ def probe_notes(record: Entry) -> str:
         else:
             side = "better" if twin["nats"] > 0 else "worse"
             notes.append(f"The model is {abs(twin['nats']):.3f} nats {side} than {name}.")
-    return "".join(f"{note}\n" for note in notes)
+    return "\n".join(notes)
 
 
-def task_report(record: dict[str, Any]) -> str:
-    """The report of a record with "run", "step", "tasks" (see `evaluate.lm_eval.task_record`), "average_acc" and
-    "harness".
+def evaluation_tables(record: Entry) -> Iterator[Table | str]:
+    """The perplexity and the scores on tasks, as far as they were measured, and notes on the tasks.
+
+    Args:
+        record: of `pkmlm eval --json`; "tasks" is described at `evaluate.lm_eval.task_record`.
     """
+    if found := record["perplexity"]:
+        title = f"{record['run']} at step {record['step']}, {found['split']}"
+        columns = [Column("unit"), number("count"), number("perplexity", "{:,.3f}")]
+        rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]
+        nats, bits = found["nll"] / found["tokens"], found["bits_per_byte"]
+        yield Table(title, columns, rows, f"{nats:.4f} nats per token, {bits:.4f} bits per byte")
+    if record["tasks"]:
+        yield from _task_tables(record)
+
+
+def _task_tables(record: Entry) -> Iterator[Table | str]:
     tasks, harness = record["tasks"], record["harness"]
     right = {name: facts for name, facts in tasks.items() if facts["acc"] is not None}
     keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")
@@ -493,8 +506,9 @@ def task_report(record: dict[str, Any]) -> str:
         notes.append(f"only the first {harness['limit']} documents of each task: not comparable with other results")
     shots = {name: facts["num_fewshot"] for name, facts in tasks.items() if facts["num_fewshot"]}
     notes += [f"{name}: {count} examples before each question" for name, count in shots.items()]
-    parts = [table.render() for table in tables if table.rows]
-    return "\n".join([*parts, *(["\n".join(notes) + "\n"] if notes else [])])
+    yield from (table for table in tables if table.rows)
+    if notes:
+        yield "\n".join(notes)
 
 
 def _cut(facts: dict[str, Any]) -> str:
