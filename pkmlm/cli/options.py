@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from pkmlm.cli import remember
-from pkmlm.console import Format
 from pkmlm.errors import UserError
 from pkmlm.report.equal import OVERS
 
@@ -79,7 +78,7 @@ separator_option = click.option(
 )
 
 
-def format_options(command: Command, formats: Sequence[Format]) -> Command:
+def format_options(command: Command, formats: Sequence[str]) -> Command:
     """Add `--format` with these choices, if there are any, and its shorthand `--json`: the command's `shown_as`."""
     command = click.option("--json", "shown_as", flag_value="json", default="table", help="Print JSON.")(command)
     if not formats:

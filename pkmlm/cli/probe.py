@@ -65,6 +65,7 @@ def command(
       pkmlm probe runs/demo
       pkmlm probe runs/demo --dense runs/dense --plots pictures
       pkmlm probe runs/demo --text my.txt --json
+      pkmlm probe runs/demo --format latex > worth.tex
       pkmlm probe attached --base gpt2 --data tokens
       pkmlm probe exported/demo --data tokens --split valid
     """

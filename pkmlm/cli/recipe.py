@@ -119,6 +119,7 @@ def keys(out: Output) -> None:
     Examples:
       pkmlm recipe keys
       pkmlm recipe keys --format md > keys.md
+      pkmlm recipe keys --json | jq
     """
     from pkmlm.recipe.schema import list_keys
 

@@ -6,19 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import click
 
 from pkmlm.cli.options import PATH, Command, format_options, given, plot_options
 from pkmlm.cli.outputs import refuse_read_only
-from pkmlm.console import FORMATS, Format, Table, say_drawn, warn_each
+from pkmlm.console import Table, say_drawn, warn_each
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.report.plots import Look
 
-NO_CSV: tuple[Format, ...] = ("table", "md", "latex", "json")  # of several tables, which no CSV file can hold
+Form = Literal["table", "md", "latex", "csv", "json"]
+NO_CSV: tuple[Form, ...] = ("table", "md", "latex", "json")  # of several tables, which no CSV file can hold
 DRAW = "Also draw pictures into this folder."
 LINE_STARTS = {"md": "- ", "latex": "% "}  # of lines between tables
 
@@ -26,7 +27,7 @@ LINE_STARTS = {"md": "- ", "latex": "% "}  # of lines between tables
 class Output(NamedTuple):
     """Where and in which form a report is shown, as its options say."""
 
-    shown_as: Format
+    shown_as: Form
     plots: str | None = None
     plot_format: tuple[str, ...] = ()
     plot_width: float | None = None
@@ -97,7 +98,7 @@ class Output(NamedTuple):
         )
 
 
-def report_options(formats: Sequence[Format] = FORMATS, plots: str = "") -> Callable[[Command], Command]:
+def report_options(formats: Sequence[Form] = get_args(Form), plots: str = "") -> Callable[[Command], Command]:
     """Add the options that say how a report is shown. The command receives them as one argument, `out`.
 
     Args:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pkmlm.evaluate.documents import TextChoice
 
 DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
-ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot would get its own contexts back
 
 
 @click.command()
@@ -74,7 +73,7 @@ def command(
     """
     from pkmlm.evaluate.load import load_run
     from pkmlm.measure.slots import find_memory, report_prompt, report_slots
-    from pkmlm.report.tables import collision_table, most_read_table, prompt_table, slot_tables
+    from pkmlm.report.tables import collision_table, most_read_table, pattern_note, prompt_table, slot_tables
 
     if prompt is not None and (slot is not None or choice.explicit):
         raise UserError("PROMPT excludes --slot, --split, --text and --data", "leave one of them out")
@@ -92,7 +91,6 @@ def command(
         parts = [most_read_table(record)] if slot is None else [*slot_tables(record, later_blocks)]
         if "collisions" in record:
             parts.append(collision_table(record))
-    if found := record.get("patterns"):
-        by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
-        parts.append(f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern{by_chance}")
+    if record.get("patterns"):
+        parts.append(pattern_note(record))
     out.show(record, parts, warnings=warnings)

@@ -22,6 +22,7 @@ MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
 COLLISIONS = "N-grams: the share that is alone in its row of one table, of any table"
 ALONE = ("order", "distinct", "rows", "alone", "alone_expected", "alone_in_any", "alone_in_any_expected")
 AMOUNTS = {"tokens": "{:,.0f}", "operations": "{:.4g}", "seconds": "{:,.3f}"}
+ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot would get its own contexts back
 COUNT, GINI, ACCURACY = "{:,}", "{:.3f}", "{:.4f}"  # formats of numbers
 
 
@@ -386,6 +387,13 @@ def pattern_text(pattern: Entry | None) -> str | None:
         return None
     what = pattern["what"] if pattern["kind"] == "place" else quoted(pattern["what"])
     return f"{pattern['kind']} {what} {pattern['shared']}/{pattern['contexts']}"
+
+
+def pattern_note(record: Entry) -> str:
+    """How many of the slots shown have contexts that share a pattern, and how many by chance."""
+    found = record["patterns"]
+    by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
+    return f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern{by_chance}"
 
 
 def quoted(token: str) -> str:
