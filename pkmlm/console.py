@@ -1,4 +1,4 @@
-"""What people see in a terminal: tables (and the same tables for a README, a spreadsheet or a program), warnings,
+"""What people see in a terminal: tables (and the same tables for a README, a paper or a spreadsheet), warnings,
 progress bars, and a standard error that may close early.
 
 Results go to standard output, warnings and progress to standard error. rich is imported when something is drawn.
@@ -6,7 +6,6 @@ Results go to standard output, warnings and progress to standard error. rich is 
 
 import csv
 import io
-import json
 import re
 import sys
 import textwrap
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, get_args
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from pkmlm.errors import printable
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, TaskID
     from rich.table import Table as Grid
 
-Format = Literal["table", "md", "latex", "csv", "json"]
-FORMATS: tuple[Format, ...] = get_args(Format)
+Format = Literal["table", "md", "latex", "csv"]
 MISSING = "-"
 SCIENTIFIC_FROM = 1e9  # larger floats are shown as 2.28e+49; counts are integers and keep their digits
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
@@ -52,7 +50,7 @@ class Column:
     """A heading and how the values below it are shown.
 
     Args:
-        name: the heading, with the unit where there is one ("time (s)"); the key in CSV and JSON.
+        name: the heading, with the unit where there is one ("time (s)"); the key in CSV.
         align: "left" for text, "right" for numbers.
         format: a format string for numbers, e.g. "{:,}" or "{:.1%}"; text and missing values ignore it, as
             do floats from 1e9 on, which are shown as 2.28e+49.
@@ -79,7 +77,7 @@ def number(name: str, format: str = "{:,}") -> Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, as text in five formats.
+    """A table, as text in four formats.
 
     Args:
         title: a line above the table; may be empty.
@@ -98,11 +96,11 @@ class Table:
 
         Args:
             format: "table" fits the terminal (80 characters where there is none) as far as numbers can stay whole: a
-                table of many numbers is wider. "md" is markdown, "latex" a float with booktabs' rules. "csv" and
-                "json" (a list of objects) keep full precision.
+                table of many numbers is wider. "md" is markdown, "latex" a float with booktabs' rules; "csv" keeps
+                full precision.
         """
-        writers = {"table": self._text, "md": self._markdown, "latex": self._latex}
-        return (writers | {"csv": self._csv, "json": self._json})[format]()
+        writers = {"table": self._text, "md": self._markdown, "latex": self._latex, "csv": self._csv}
+        return writers[format]()
 
     def _text(self) -> str:
         from rich.console import Console
@@ -186,15 +184,11 @@ class Table:
         writer.writerows([[printable(v) if isinstance(v, str) else v for v in row] for row in cells])
         return file.getvalue()
 
-    def _json(self) -> str:
-        names = [column.name for column in self.columns]
-        rows = [dict(zip(names, row, strict=True)) for row in self.rows]
-        return json.dumps(rows, indent=2, allow_nan=False) + "\n"
-
 
 def say_drawn(pictures: int, folder: Path) -> None:
     """Say on standard error where the pictures are."""
-    print(f"{pictures} picture{'' if pictures == 1 else 's'} in {printable(str(folder))}", file=sys.stderr)
+    where = f"{pictures} picture{'' if pictures == 1 else 's'} in {printable(str(folder))}"
+    print(where if pictures else "nothing to draw: there is no data for the pictures", file=sys.stderr)
 
 
 def warn(text: str) -> None:

@@ -1,15 +1,14 @@
 """`pkmlm bench`: speed on this machine."""
 
-import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import click
 
 from pkmlm.bench import LAYERS, MODELS, short
-from pkmlm.cli.options import RECIPE, json_option, quiet_option, set_option, several
-from pkmlm.console import Table, status_line
+from pkmlm.cli.options import RECIPE, quiet_option, set_option, several
+from pkmlm.cli.show import NO_CSV, Output, report_options
+from pkmlm.console import status_line
 
 # 1k, 4k, 16k, 65k, 262k, 1M ...: the powers of four, by the names that papers give them.
 NAMED_SLOTS = {short(4**power): 4**power for power in range(5, 16)}
@@ -29,12 +28,6 @@ class Slots(click.ParamType):
         return keys
 
 
-def show(found: dict[str, Any], tables: Sequence[Table], as_json: bool, end: str = "") -> None:
-    """Print results as JSON, or as tables with the lines `end` after them."""
-    text = json.dumps(found, indent=2) if as_json else "\n".join([*(table.render() for table in tables), end]).rstrip()
-    click.echo(text)
-
-
 def rounds_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(
         "--rounds", default=default, show_default=True, metavar="N", type=SIZE, help="How often each is timed."
@@ -47,7 +40,7 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
     some = f"Some of {', '.join(MODELS)}. Default: all possible ones."
     for option in (
         quiet_option,
-        json_option,
+        report_options(NO_CSV),
         rounds_option(5),
         click.option("--only", "kinds", metavar="A,B", callback=several(click.Choice(MODELS)), help=some),
         click.option("--slots", "num_keys", metavar="N,N", callback=several(Slots()), help=slots),
@@ -89,10 +82,10 @@ def command() -> None:
 )
 @rounds_option(7)
 @click.option("--only", metavar="A,B", callback=several(click.Choice(LAYERS)), help=f"Some of {', '.join(LAYERS)}.")
-@json_option
+@report_options(NO_CSV)
 @quiet_option
 def memory(
-    num_keys: tuple[int, ...], only: tuple[str, ...], rounds: int, as_json: bool, quiet: bool, **shape: int
+    num_keys: tuple[int, ...], only: tuple[str, ...], rounds: int, out: Output, quiet: bool, **shape: int
 ) -> None:
     """Time a product-key memory, the same layer in plain torch, and the FFN it replaces.
 
@@ -113,7 +106,7 @@ def memory(
     shapes = [bench.Shape(keys, **shape) for keys in num_keys]
     with status_line(quiet) as say:
         results = bench.time_sizes(shapes, only, rounds, say)
-    show(bench.as_json(results), [result.table() for result in results], as_json, bench.growth(results))
+    out.show(bench.as_json(results), [*(result.table() for result in results), bench.growth(results)])
 
 
 @command.command("generate", short_help="Whole models decoding and scoring.")
@@ -143,7 +136,7 @@ def generate(
     batches: tuple[int, ...],
     tokens: int,
     rounds: int,
-    as_json: bool,
+    out: Output,
     quiet: bool,
 ) -> None:
     """Time whole models of RECIPE's shape in decoding and scoring.
@@ -170,7 +163,7 @@ def generate(
     chosen = chosen_models(recipe, num_keys, kinds)
     with status_line(quiet) as say:
         times = time_inference(chosen, batches, tokens, rounds, say)
-    show(times.as_json(), times.tables(), as_json)
+    out.show(times.as_json(), times.tables())
 
 
 @command.command("train", short_help="Whole models taking training steps.")
@@ -181,7 +174,7 @@ def train(
     num_keys: tuple[int, ...],
     kinds: tuple[str, ...],
     rounds: int,
-    as_json: bool,
+    out: Output,
     quiet: bool,
 ) -> None:
     """Time whole models of RECIPE's shape: a forward pass, a training step, and decoding one token at batch size 1.
@@ -207,4 +200,4 @@ def train(
     chosen = chosen_models(recipe, num_keys, kinds)
     with status_line(quiet) as say:
         times = time_training(chosen, precision, rounds, say)
-    show(times.as_json(), times.tables(), as_json)
+    out.show(times.as_json(), times.tables())

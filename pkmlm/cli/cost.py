@@ -1,12 +1,11 @@
 """`pkmlm cost`: parameters, operations, bytes and memory of a recipe."""
 
-import json
 from contextlib import suppress
 
 import click
 
-from pkmlm.cli.options import RECIPE, json_option, set_option
-from pkmlm.console import warn
+from pkmlm.cli.options import RECIPE, set_option
+from pkmlm.cli.show import NO_CSV, Output, report_options
 from pkmlm.errors import printable
 
 
@@ -41,14 +40,14 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
     callback=byte_size,
     help="With --world: memory of a device, e.g. 80GB; shows the largest model memory that fits.",
 )
-@json_option
+@report_options(NO_CSV)
 def command(
     recipe_file: str,
     overrides: tuple[str, ...],
     entry_bytes: str,
     world: int | None,
     device_memory: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Count parameters, operations, bytes and memory of RECIPE's model, without building it.
 
@@ -74,6 +73,4 @@ def command(
 
     recipe = load_recipe(recipe_file, overrides)
     result, tables = recipe_report(recipe, recipe_file, int(entry_bytes), world, device_memory)
-    for unused in unused_key_warnings(recipe, recipe_file, overrides):
-        warn(unused)
-    click.echo(json.dumps(result, indent=2) if as_json else "\n".join(table.render() for table in tables).rstrip())
+    out.show(result, tables, warnings=unused_key_warnings(recipe, recipe_file, overrides))

@@ -1,6 +1,5 @@
 """`pkmlm doctor`: versions, devices, memory, disk, and what is wrong."""
 
-import json
 import os
 import platform
 import re
@@ -12,7 +11,7 @@ from typing import Any
 import click
 
 from pkmlm import __version__
-from pkmlm.cli.options import json_option
+from pkmlm.cli.show import Output, report_options
 from pkmlm.environment import usable_cores
 from pkmlm.errors import printable
 
@@ -29,8 +28,8 @@ LITTLE_DISK, LITTLE_MEMORY = 5 * GIGA, 2 * GIGA
 
 
 @click.command()
-@json_option
-def command(as_json: bool) -> None:
+@report_options(("table", "json"))
+def command(out: Output) -> int:
     """Show versions, devices, memory, disk, and what is wrong.
 
     The exit code is 0 if pkmlm can work here, even with warnings, and 1 if it cannot.
@@ -42,9 +41,8 @@ def command(as_json: bool) -> None:
     """
     facts = examine()
     facts["problems"] = problems(facts)
-    click.echo(json.dumps(facts, indent=2) if as_json else described(facts))
-    if any(problem["broken"] for problem in facts["problems"]):
-        raise click.exceptions.Exit(1)
+    out.show(facts, [described(facts)])
+    return int(any(problem["broken"] for problem in facts["problems"]))
 
 
 def examine() -> dict[str, Any]:

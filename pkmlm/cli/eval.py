@@ -1,14 +1,13 @@
 """`pkmlm eval`: how well a trained model predicts text."""
 
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import PATH, base_option, force_option, json_option, quiet_option, step_option, text_options
+from pkmlm.cli.options import PATH, base_option, force_option, quiet_option, step_option, text_options
 from pkmlm.cli.outputs import free_file
-from pkmlm.console import Column, Table, number, warn_each
+from pkmlm.cli.show import NO_CSV, Output, report_options
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
 @base_option
 @force_option
 @step_option
-@json_option
+@report_options(NO_CSV)
 @quiet_option
 def command(
     run_path: str,
@@ -64,7 +63,7 @@ def command(
     log_samples: str | None,
     base: str | None,
     force: bool,
-    as_json: bool,
+    out: Output,
     quiet: bool,
     **options: Any,
 ) -> None:
@@ -90,6 +89,7 @@ def command(
     from pkmlm.evaluate.evaluation import evaluate_run
     from pkmlm.files import write_text
     from pkmlm.launched import init_distributed
+    from pkmlm.report.tables import evaluation_tables
 
     with init_distributed() as world, world.errors_on_rank_zero():
         if options["tasks"] is None:
@@ -102,30 +102,12 @@ def command(
         found = evaluate_run(run_path, step, choice, world, stride=stride, base=base, quiet=quiet, **options)
     if world.rank > 0:
         return
-    try:  # before the output, which may have been closed: hours of tasks must not be lost with it
-        warn_each(found.keep())
+    warnings = list(found.warnings)
+
+    def write() -> None:
+        warnings.extend(found.keep())
         if samples is not None:
             lines = (json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in found.samples)
             write_text(samples, "".join(lines))
-    finally:  # nor with a full disk
-        print_result(found.record, as_json)
-        warn_each(found.warnings)
 
-
-def print_result(record: dict[str, Any], as_json: bool) -> None:
-    """Print the tables, or the JSON."""
-    from pkmlm.report.tables import task_report
-
-    if as_json:
-        click.echo(json.dumps(record, indent=2))
-        return
-    parts = []
-    if found := record["perplexity"]:
-        title = f"{record['run']} at step {record['step']}, {found['split']}"
-        columns = [Column("unit"), number("count"), number("perplexity", "{:,.3f}")]
-        rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]
-        nats, bits = found["nll"] / found["tokens"], found["bits_per_byte"]
-        parts.append(Table(title, columns, rows).render() + f"{nats:.4f} nats per token, {bits:.4f} bits per byte\n")
-    if record["tasks"]:
-        parts.append(task_report(record))
-    sys.stdout.write("\n".join(parts))
+    out.show(found.record, evaluation_tables(found.record), write=write, warnings=warnings)

@@ -1,17 +1,17 @@
 """Options that several commands share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import click
 
 from pkmlm.cli import remember
-from pkmlm.console import FORMATS
 from pkmlm.errors import UserError
 from pkmlm.report.equal import OVERS
 
+Command = Callable[..., Any]
 PATH = click.Path(readable=False)  # any name, which a shell can complete; the commands check it
 
 
@@ -33,7 +33,6 @@ set_option = click.option(
     metavar="KEY=VALUE",
     help="Override a key of the recipe, e.g. -s model.memory.topk=16. May be repeated.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 step_option = click.option(
     "--step",
     default="latest",
@@ -77,14 +76,21 @@ separator_option = click.option(
     callback=unescaped,
     help=r"What separates documents in text, e.g. '\n\n\n'. Default: a file is one document.",
 )
-format_option = click.option(
-    "--format",
-    type=click.Choice(FORMATS),
-    default="table",
-    show_default=True,
-    help="Tables for a terminal, a page or a paper; csv and json have unrounded numbers.",
-)
-plots_option = click.option("--plots", type=PATH, metavar="DIR", help="Also draw pictures into this folder.")
+
+
+def format_options(command: Command, formats: Sequence[str]) -> Command:
+    """Add `--format` with these choices, if there are any, and its shorthand `--json`: the command's `shown_as`."""
+    command = click.option("--json", "shown_as", flag_value="json", default="table", help="Print JSON.")(command)
+    if not formats:
+        return command
+    return click.option(
+        "--format",
+        "shown_as",
+        type=click.Choice(formats),
+        default="table",
+        show_default=True,
+        help="Tables for a terminal, a page or a paper; in other formats, numbers are unrounded.",
+    )(command)
 
 
 def several(kind: click.ParamType) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
@@ -112,7 +118,7 @@ def refuse_nan(context: click.Context, parameter: click.Parameter, value: float 
     return value
 
 
-def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def plot_options(command: Command) -> Command:
     """Add the options that say how pictures are written. The command receives `plot_format` (names) and `plot_width`
     (inches, or None).
     """
@@ -153,7 +159,7 @@ def only_one(context: click.Context, parameter: click.Parameter, value: tuple[st
     return value[0] if value else None
 
 
-def text_options(command: Callable[..., Any], reads_train: bool = False) -> Callable[..., Any]:
+def text_options(command: Command, reads_train: bool = False) -> Command:
     """Add the options that choose a text. The command receives them as one argument, `choice`, a TextChoice.
 
     Args:

@@ -3,9 +3,6 @@
 import os
 from pathlib import Path
 
-import click
-
-from pkmlm.cli.options import given
 from pkmlm.errors import UserError
 
 
@@ -49,29 +46,6 @@ def refuse_fixed(shown: str, folder: Path) -> None:
     if not above.is_dir():
         raise UserError(f"-o {shown}: {above} is not a folder")
     refuse_read_only(f"-o {shown}", above)
-
-
-def free_folder(path: str | None, force: bool) -> Path | None:
-    """The folder for pictures that `--plots` names.
-
-    Raises:
-        UserError: it is a file; it is not empty and `force` was not given; an option for pictures is given without
-            `--plots`; (exit code 1) it is not writable.
-    """
-    if path is None:
-        context = click.get_current_context()
-        for name in ("plot_format", "plot_width", "plot_log"):
-            if given(context, name):
-                option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} requires --plots", "give a folder for pictures: --plots DIR")
-        return None
-    folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--plots {path} is a file (expected a folder)")
-    refuse_read_only(f"--plots {path}", next(each for each in (folder, *folder.absolute().parents) if each.exists()))
-    if folder.exists() and any(folder.iterdir()) and not force:
-        raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
-    return folder
 
 
 def free_tokens(shown: str, force: bool) -> Path:

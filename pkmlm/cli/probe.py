@@ -1,28 +1,17 @@
 """`pkmlm probe`: what a memory is worth to a trained model."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import (
-    PATH,
-    base_option,
-    force_option,
-    json_option,
-    plot_options,
-    plots_option,
-    quiet_option,
-    step_option,
-    text_options,
-)
-from pkmlm.cli.outputs import free_folder
-from pkmlm.console import say_drawn, warn_each
+from pkmlm.cli.options import PATH, base_option, force_option, quiet_option, step_option, text_options
+from pkmlm.cli.show import DRAW, NO_CSV, Output, report_options
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.documents import TextChoice
+    from pkmlm.report.plots import Look
 
 
 @click.command()
@@ -44,25 +33,20 @@ if TYPE_CHECKING:
     metavar="N",
     help="Tokens of the train split, evenly spaced, over which means are taken. More tokens cover more pairs.",
 )
-@plots_option
-@plot_options
 @base_option
 @force_option
 @step_option
-@json_option
+@report_options(NO_CSV, plots=DRAW)
 @quiet_option
 def command(
     run_path: str,
     twin_paths: tuple[str, ...],
     choice: "TextChoice",
     fit_tokens: int,
-    plots: str | None,
-    plot_format: tuple[str, ...],
-    plot_width: float | None,
     base: str | None,
     force: bool,
     step: str,
-    as_json: bool,
+    out: Output,
     quiet: bool,
 ) -> None:
     """Measure what RUN's memory is worth: the text's perplexity after the memory's output is replaced.
@@ -81,6 +65,7 @@ def command(
       pkmlm probe runs/demo
       pkmlm probe runs/demo --dense runs/dense --plots pictures
       pkmlm probe runs/demo --text my.txt --json
+      pkmlm probe runs/demo --format latex > worth.tex
       pkmlm probe attached --base gpt2 --data tokens
       pkmlm probe exported/demo --data tokens --split valid
     """
@@ -89,19 +74,14 @@ def command(
     from pkmlm.measure.probe import probe_run
     from pkmlm.report.tables import probe_notes, probe_table
 
-    folder = free_folder(plots, force)
+    out.refuse_plots(force)
     run = load_run(run_path, step, base=base)
     twins = [load_run(path, step, base=base if is_attached(Path(path)) else None) for path in twin_paths]
     record, warnings = probe_run(run, twins, choice, fit_tokens, quiet)
-    try:  # pictures first: they are drawn even if the output has been closed
-        if folder is not None:
-            from pkmlm.report.plots import Look, draw_probes
 
-            drawn = draw_probes(folder, record, Look(plot_format, plot_width))
-            say_drawn(len(drawn), folder)
-    finally:  # and the report is printed even if the disk is full
-        if as_json:
-            click.echo(json.dumps(record, indent=2, allow_nan=False))
-        else:
-            click.echo(f"{probe_table(record).render()}\n{probe_notes(record)}", nl=False)
-        warn_each(warnings)
+    def draw(folder: Path, look: "Look") -> list[Path]:
+        from pkmlm.report.plots import draw_probes
+
+        return draw_probes(folder, record, look)
+
+    out.show(record, [probe_table(record), probe_notes(record)], draw=draw, warnings=warnings)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from pkmlm.cli.options import RECIPE, format_option, set_option
-from pkmlm.console import Column, Format, Table, number, warn
+from pkmlm.cli.options import RECIPE, set_option
+from pkmlm.cli.show import Output, report_options
+from pkmlm.console import Column, Table, number, warn
 from pkmlm.errors import UserError, printable
 
 
@@ -110,22 +111,22 @@ def list_recipes() -> None:
 
 
 @command.command()
-@format_option
-def keys(format: Format) -> None:
+@report_options()
+def keys(out: Output) -> None:
     """List every key of a recipe with its type, default and meaning.
 
     \b
     Examples:
       pkmlm recipe keys
       pkmlm recipe keys --format md > keys.md
+      pkmlm recipe keys --json | jq
     """
     from pkmlm.recipe.schema import list_keys
 
-    if format != "table":
-        columns = [Column("key"), Column("type"), Column("default"), Column("help")]
-        click.echo(Table("", columns, list_keys()).render(format), nl=False)
-        return
-    click.echo(keys_by_section(), nl=False)
+    names = ("key", "type", "default", "help")
+    record = [dict(zip(names, key, strict=True)) for key in list_keys()]
+    table = Table("", [Column(name) for name in names], list_keys())
+    out.show(record, [keys_by_section() if out.shown_as == "table" else table], csv=table)
 
 
 def keys_by_section() -> str:
@@ -140,7 +141,7 @@ def keys_by_section() -> str:
     for section, rows in sections.items():
         with formatter.section(section or "(top level)"):
             formatter.write_dl(rows, col_max=32)
-    return formatter.getvalue().lstrip()
+    return formatter.getvalue().strip()
 
 
 @command.command()

@@ -1,19 +1,18 @@
 """`pkmlm slots`: what single slots of a memory hold, and who reads them."""
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, base_option, json_option, prompt_argument, quiet_option, step_option, text_options
-from pkmlm.console import warn_each
+from pkmlm.cli.options import PATH, base_option, prompt_argument, quiet_option, step_option, text_options
+from pkmlm.cli.show import NO_CSV, Output, report_options
+from pkmlm.console import Table
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.documents import TextChoice
 
 DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
-ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot would get its own contexts back
 
 
 @click.command()
@@ -31,7 +30,7 @@ ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot
 )
 @base_option
 @step_option
-@json_option
+@report_options(NO_CSV)
 @quiet_option
 def command(
     run_path: str,
@@ -42,7 +41,7 @@ def command(
     top: int | None,
     base: str | None,
     step: str,
-    as_json: bool,
+    out: Output,
     quiet: bool,
 ) -> None:
     """Show what the slots of RUN's memory hold, and which tokens read them.
@@ -74,7 +73,7 @@ def command(
     """
     from pkmlm.evaluate.load import load_run
     from pkmlm.measure.slots import find_memory, report_prompt, report_slots
-    from pkmlm.report.tables import collision_table, most_read_table, prompt_table, slot_tables
+    from pkmlm.report.tables import collision_table, most_read_table, pattern_note, prompt_table, slot_tables
 
     if prompt is not None and (slot is not None or choice.explicit):
         raise UserError("PROMPT excludes --slot, --split, --text and --data", "leave one of them out")
@@ -84,20 +83,14 @@ def command(
     warnings: tuple[str, ...] = ()
     if prompt is not None:
         record = report_prompt(run, memory, prompt, top or DEFAULT_TOP["token"])
-        tables = [prompt_table(record)]
+        parts: list[Table | str] = [prompt_table(record)]
     else:
         shown = top or DEFAULT_TOP["slots" if slot is None else "contexts"]
         record, warnings = report_slots(run, memory, choice, slot, shown, quiet)
         later_blocks = len(run.model.blocks) - memory.tap.layer
-        tables = [most_read_table(record)] if slot is None else slot_tables(record, later_blocks)
+        parts = [most_read_table(record)] if slot is None else [*slot_tables(record, later_blocks)]
         if "collisions" in record:
-            tables.append(collision_table(record))
-    if as_json:
-        click.echo(json.dumps(record, indent=2, allow_nan=False))
-    else:
-        click.echo("\n".join(table.render() for table in tables), nl=False)
-        if found := record.get("patterns"):
-            patterned = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
-            by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
-            click.echo(f"\n{patterned}{by_chance}")
-    warn_each(warnings)
+            parts.append(collision_table(record))
+    if record.get("patterns"):
+        parts.append(pattern_note(record))
+    out.show(record, parts, warnings=warnings)

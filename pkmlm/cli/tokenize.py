@@ -1,16 +1,16 @@
 """`pkmlm tokenize`: text in, a tokenizer and memory-mapped tokens out."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import PATH, field_option, given, json_option, quiet_option, separator_option
+from pkmlm.cli.options import PATH, field_option, given, quiet_option, separator_option
 from pkmlm.cli.outputs import free_tokens
+from pkmlm.cli.show import Output, report_options
 from pkmlm.console import Column, Table, number, stage_progress, warn
 from pkmlm.environment import usable_cores
 
@@ -96,7 +96,7 @@ def held_out(context: click.Context) -> dict[str, float]:
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")
 @quiet_option
-@json_option
+@report_options(formats=())  # its --format is that of the input
 @click.pass_context
 def command(
     context: click.Context,
@@ -113,7 +113,7 @@ def command(
     jobs: int | None,
     force: bool,
     quiet: bool,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Learn a tokenizer from text, and turn the text into tokens without losing a byte.
 
@@ -159,7 +159,7 @@ def command(
             progress=report,
             warn=warn,
         )
-    print_result(output, index, seconds, as_json)
+    out.show(*result(output, index, seconds))
 
 
 def check_options(context: click.Context) -> None:
@@ -169,8 +169,8 @@ def check_options(context: click.Context) -> None:
         raise click.UsageError(f"{learns[0]} is for learning a tokenizer, and --tokenizer gives one.")
 
 
-def print_result(output: str, index: "Index", seconds: Mapping[str, float], as_json: bool) -> None:
-    """Print what was written, split by split, as JSON or as a table.
+def result(output: str, index: "Index", seconds: Mapping[str, float]) -> tuple[dict[str, Any], list[Table]]:
+    """What was written, split by split, as JSON and as a table.
 
     Args:
         output, index: the folder, and the index that was written.
@@ -187,20 +187,16 @@ def print_result(output: str, index: "Index", seconds: Mapping[str, float], as_j
             "seconds": seconds[name],
             "mb_per_second": split.bytes / 1e6 / max(seconds[name], 1e-9),
         }
-    if as_json:
-        result = {
-            "directory": output,
-            "vocab_size": index.vocab_size,
-            "tokenizer_sha256": index.tokenizer_sha256,
-            "sha256": index.sha256,
-            "learning_seconds": seconds.get(LEARNING),
-            "splits": splits,
-        }
-        click.echo(json.dumps(result, indent=2))
-        return
+    record = {
+        "directory": output,
+        "vocab_size": index.vocab_size,
+        "tokenizer_sha256": index.tokenizer_sha256,
+        "sha256": index.sha256,
+        "learning_seconds": seconds.get(LEARNING),
+        "splits": splits,
+    }
     learnt = f", learnt in {seconds[LEARNING]:.1f} s" if LEARNING in seconds else ""
     columns = [Column("split"), *map(number, counts)]
     columns += [number("B/token", "{:.2f}"), number("s", "{:.1f}"), number("MB/s", "{:.1f}")]
     rows = [[name, *facts.values()] for name, facts in splits.items()]
-    title = f"{output}: vocabulary of {index.vocab_size:,}{learnt}"
-    click.echo(Table(title, columns, rows).render(), nl=False)
+    return record, [Table(f"{output}: vocabulary of {index.vocab_size:,}{learnt}", columns, rows)]

@@ -1,31 +1,22 @@
 """`pkmlm usage-report`: how evenly a trained model reads its memories."""
 
-import json
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import (
-    PATH,
-    base_option,
-    force_option,
-    format_option,
-    given,
-    plot_options,
-    plots_option,
-    quiet_option,
-    several,
-    text_options,
-)
-from pkmlm.cli.outputs import free_file, free_folder
-from pkmlm.console import Format, say_drawn, warn_each
+from pkmlm.cli.options import PATH, base_option, force_option, given, quiet_option, several, text_options
+from pkmlm.cli.outputs import free_file
+from pkmlm.cli.show import DRAW, Output, report_options
 from pkmlm.environment import launched_processes
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.distributed import World
     from pkmlm.evaluate.documents import TextChoice
+    from pkmlm.report.plots import Look
 
 
 @click.command()
@@ -40,9 +31,7 @@ if TYPE_CHECKING:
     callback=several(click.STRING),
     help="Which checkpoint of each run: latest, best or a number; or several, side by side.",
 )
-@format_option
-@plots_option
-@plot_options
+@report_options(plots=DRAW)
 @click.option(
     "--html", type=PATH, metavar="FILE", help="Also write an HTML page that shows it all, down to single slots."
 )
@@ -82,10 +71,7 @@ def command(
     run_paths: tuple[str, ...],
     choice: "TextChoice",
     steps: tuple[str, ...],
-    format: Format,
-    plots: str | None,
-    plot_format: tuple[str, ...],
-    plot_width: float | None,
+    out: Output,
     html: str | None,
     export_file: str | None,
     background_file: str | None,
@@ -106,7 +92,7 @@ def command(
     Examples:
       pkmlm usage-report runs/demo
       pkmlm usage-report runs/a runs/b --split valid --plots pictures
-      pkmlm usage-report runs/demo --text my.txt --format json | jq
+      pkmlm usage-report runs/demo --text my.txt --json | jq
       pkmlm usage-report runs/demo --step 200,400 --html memory.html
       pkmlm usage-report runs/demo --split train --export counts.npz
       pkmlm usage-report runs/demo --background background.npz --batches 200
@@ -138,10 +124,10 @@ def command(
             for name in ("batches", "batch_tokens"):
                 if given(context, name):
                     raise UserError(f"--{name.replace('_', '-')} requires --background", "add --background FILE")
-        elif several_reports or any((plots, html, export_file)):
+        elif several_reports or any((out.plots, html, export_file)):
             raise UserError("--background takes one run at one step, and no --plots, --html or --export")
-        folder, page = free_folder(plots, force), free_file("--html", html, force)
-        arrays = free_file("--export", export_file, force)
+        out.refuse_plots(force)
+        page, arrays = free_file("--html", html, force), free_file("--export", export_file, force)
         background = free_file("--background", background_file, force)
         if page is not None and page == arrays:
             raise UserError(f"--html and --export name the same file, {page}", "name two files")
@@ -149,25 +135,23 @@ def command(
             run = RunDirectory.existing(run_paths[0])
             counted = count_background(run, steps[0], choice, batches, batch_tokens, quiet, world)
             if world is None or world.rank == 0:
-                counted.write(background)
                 record = counted.as_json()
-                if format == "json":
-                    click.echo(json.dumps(record))
-                else:
-                    click.echo(background_table(record).render(format), nl=False)
+                table = background_table(record)
+                out.show(record, [table], csv=table, write=partial(counted.write, background))
             return
         choice.refuse_standard_input("a text is read more than once")
         reports = usage_reports(runs, steps, Reading(choice, quiet, world, details=page is not None, base=base))
     if world and world.rank > 0:
         return
     entries = [report.entry for report in reports]
-    try:  # files first: they are written even if the output has been closed
-        if folder is not None:
-            from pkmlm.report.plots import Look, draw_usage
 
-            look = Look(plot_format, plot_width)
-            drawn = [draw_usage(folder, r.entry["run"], r.memories, list(r.run.metrics()), look) for r in reports]
-            say_drawn(sum(map(len, drawn)), folder)
+    def draw(folder: Path, look: "Look") -> list[Path]:
+        from pkmlm.report.plots import draw_usage
+
+        each = ((r.entry["run"], r.memories, list(r.run.metrics())) for r in reports)
+        return [file for facts in each for file in draw_usage(folder, *facts, look)]
+
+    def write() -> None:
         if page is not None:
             from pkmlm.files import write_text
             from pkmlm.report.page import usage_page
@@ -176,10 +160,8 @@ def command(
             click.echo(f"the page is {printable(str(page))} ({page.stat().st_size / 1e6:.1f} MB)", err=True)
         if arrays is not None:
             export_usage(arrays, reports[0])
-    finally:  # and the report is printed even if the disk is full
-        if format == "json":
-            click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
-        else:
-            tables = [usage_rows(entries)] if format == "csv" else usage_tables(entries)
-            click.echo("\n".join(table.render(format) for table in tables), nl=False)
-        warn_each(warning for entry in entries for warning in entry.get("warnings") or [])
+
+    warnings = [warning for entry in entries for warning in entry.get("warnings") or []]
+    out.show(
+        {"runs": entries}, usage_tables(entries), csv=usage_rows(entries), draw=draw, write=write, warnings=warnings
+    )

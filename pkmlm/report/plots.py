@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pkmlm.errors import printable
 from pkmlm.files import make_folder, writing
 from pkmlm.measure.usage import MemoryUsage, memory_label, reads_of_a_slot
+from pkmlm.report.compare import Comparison
 from pkmlm.runs.results import validations
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -183,6 +184,28 @@ def draw_curves(
     """
     name = "learning-curves" if over == "steps" else f"learning-curves-over-{over}"
     return look.save(folder, name, learning_curves(runs, over, look, log))
+
+
+def draw_comparison(
+    folder: Path, comparison: Comparison, overs: Sequence[str], look: Look, log: bool = False
+) -> list[Path]:
+    """Draw the learning curves of runs over each of `overs`, and their use of memories over tokens, into a folder and
+    return the files: none where no loss has been logged.
+
+    Args:
+        folder, look, log: see `draw_curves`.
+        comparison: the runs.
+        overs: keys of `AXES`.
+    """
+    branches, drawn = comparison.branches(), []
+    for over in overs:
+        curves = comparison.curves(over)
+        lines = {name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()}
+        drawn += draw_curves(folder, lines, over, look, log)
+    dense, comparable = comparison.comparable_with_dense()
+    trunk = next((name for name, ends in branches.items() if dense in (name, *ends)), None)
+    figure = over_tokens(comparison.curves("tokens"), branches, trunk, comparable, look)
+    return drawn + look.save(folder, "perplexity-and-use-over-tokens", figure)
 
 
 def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:

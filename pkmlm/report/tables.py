@@ -5,7 +5,7 @@ Each table is made from what the report prints as JSON, and needs no torch.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -22,6 +22,7 @@ MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
 COLLISIONS = "N-grams: the share that is alone in its row of one table, of any table"
 ALONE = ("order", "distinct", "rows", "alone", "alone_expected", "alone_in_any", "alone_in_any_expected")
 AMOUNTS = {"tokens": "{:,.0f}", "operations": "{:.4g}", "seconds": "{:,.3f}"}
+ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot would get its own contexts back
 COUNT, GINI, ACCURACY = "{:,}", "{:.3f}", "{:.4f}"  # formats of numbers
 
 
@@ -388,6 +389,13 @@ def pattern_text(pattern: Entry | None) -> str | None:
     return f"{pattern['kind']} {what} {pattern['shared']}/{pattern['contexts']}"
 
 
+def pattern_note(record: Entry) -> str:
+    """How many of the slots shown have contexts that share a pattern, and how many by chance."""
+    found = record["patterns"]
+    by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
+    return f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern{by_chance}"
+
+
 def quoted(token: str) -> str:
     """A token in quotation marks, so that its spaces show."""
     return f'"{token}"'
@@ -456,13 +464,26 @@ def probe_notes(record: Entry) -> str:
         else:
             side = "better" if twin["nats"] > 0 else "worse"
             notes.append(f"The model is {abs(twin['nats']):.3f} nats {side} than {name}.")
-    return "".join(f"{note}\n" for note in notes)
+    return "\n".join(notes)
 
 
-def task_report(record: dict[str, Any]) -> str:
-    """The report of a record with "run", "step", "tasks" (see `evaluate.lm_eval.task_record`), "average_acc" and
-    "harness".
+def evaluation_tables(record: Entry) -> Iterator[Table | str]:
+    """The perplexity and the scores on tasks, as far as they were measured, and notes on the tasks.
+
+    Args:
+        record: of `pkmlm eval --json`; "tasks" is described at `evaluate.lm_eval.task_record`.
     """
+    if found := record["perplexity"]:
+        title = f"{record['run']} at step {record['step']}, {found['split']}"
+        columns = [Column("unit"), number("count"), number("perplexity", "{:,.3f}")]
+        rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]
+        nats, bits = found["nll"] / found["tokens"], found["bits_per_byte"]
+        yield Table(title, columns, rows, f"{nats:.4f} nats per token, {bits:.4f} bits per byte")
+    if record["tasks"]:
+        yield from _task_tables(record)
+
+
+def _task_tables(record: Entry) -> Iterator[Table | str]:
     tasks, harness = record["tasks"], record["harness"]
     right = {name: facts for name, facts in tasks.items() if facts["acc"] is not None}
     keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")
@@ -493,8 +514,9 @@ def task_report(record: dict[str, Any]) -> str:
         notes.append(f"only the first {harness['limit']} documents of each task: not comparable with other results")
     shots = {name: facts["num_fewshot"] for name, facts in tasks.items() if facts["num_fewshot"]}
     notes += [f"{name}: {count} examples before each question" for name, count in shots.items()]
-    parts = [table.render() for table in tables if table.rows]
-    return "\n".join([*parts, *(["\n".join(notes) + "\n"] if notes else [])])
+    yield from (table for table in tables if table.rows)
+    if notes:
+        yield "\n".join(notes)
 
 
 def _cut(facts: dict[str, Any]) -> str:

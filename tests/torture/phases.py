@@ -27,7 +27,7 @@ TOKENIZING = (
     ("pkmlm.data.shards", "write_splits", "split"),
     ("pkmlm.data.shards", "write_tokens", "shards"),
     ("pkmlm.data.corpus.Index", "write", "index"),
-    ("pkmlm.cli.tokenize", "print_result", "result"),
+    ("pkmlm.cli.show.Output", "show", "result"),
 )
 
 

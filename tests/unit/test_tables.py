@@ -2,11 +2,11 @@
 
 import csv
 import io
-import json
+from typing import get_args
 
 import pytest
 
-from pkmlm.console import FORMATS, Column, Table, number
+from pkmlm.console import Column, Format, Table, number
 from pkmlm.report.tables import table_label
 
 COLUMNS = [
@@ -97,13 +97,12 @@ def test_floats_from_a_billion_on_are_short_in_tables_alone() -> None:
     for format in ("table", "md"):
         text = table.render(format)
         assert [found in text for found in ("1,000,000,000,000", "2.28e+49", "999,999,999.500")] == [True] * 3
-    assert json.loads(table.render("json"))[0]["ppl"] == 2.2754e49
     assert "2.2754e+49" in table.render("csv")
 
 
 def test_markup_and_control_characters_stay_text() -> None:
     rows = [["[red]x[/red] \x1b[31m", 1, 0.0, 0.0]]
-    for format in FORMATS:
+    for format in get_args(Format):
         text = Table("t \x1b]0;", COLUMNS, rows).render(format)
         assert "\x1b" not in text
         assert "red" in text
@@ -141,22 +140,16 @@ def test_latex() -> None:
     ]
 
 
-def test_csv_and_json_keep_every_digit() -> None:
+def test_csv_keeps_every_digit() -> None:
     table = Table("Title", COLUMNS, ROWS)
     assert list(csv.reader(io.StringIO(table.render("csv")))) == [
         ["Run", "Slots", "Usage", "KL (nats)"],
         ["a", "262144", "0.97949", ""],
         ["longer name", "16", "1.0", "0.68123"],
     ]
-    assert json.loads(table.render("json"))[0] == {
-        "Run": "a",
-        "Slots": 262_144,
-        "Usage": 0.97949,
-        "KL (nats)": None,
-    }
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", get_args(Format))
 def test_no_rows_and_wrong_rows(format: str) -> None:
     assert Table("", COLUMNS, []).render(format).endswith("\n")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="zip"):
