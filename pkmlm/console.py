@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Format = Literal["table", "md", "latex", "csv"]
 MISSING = "-"
+BREAK = "\x1f"  # where a long word may break: white space without width; not printable, so that no cell has it
 SCIENTIFIC_FROM = 1e9  # larger floats are shown as 2.28e+49; counts are integers and keep their digits
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
 # The ways to fit a table to the terminal, the first that does being taken: the width from which headings of numbers
@@ -115,7 +116,7 @@ class Table:
         console.width = max(width, least)  # in less room, rich would leave columns out
         with console.capture() as drawn:
             console.print(grid)
-        lines = [line.rstrip() for line in drawn.get().splitlines()]
+        lines = [line.rstrip() for line in drawn.get().replace(BREAK, "").split("\n")][:-1]
         title = [printable(self.title), ""] if self.title else []
         return "\n".join([*title, *lines, *([printable(self.note)] if self.note else []), ""])
 
@@ -139,7 +140,7 @@ class Table:
             least = widest if is_number else min(widest, TEXT)
             grid.add_column(Text(heading), justify=column.align, overflow="fold", no_wrap=is_number, min_width=least)
         for row in rows:
-            grid.add_row(*map(Text, row))
+            grid.add_row(*(Text(re.sub(r"(?<=[-_/@])(?=\w)", BREAK, cell)) for cell in row))
         return grid
 
     def _markdown(self) -> str:
