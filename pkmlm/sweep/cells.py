@@ -14,9 +14,9 @@ from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.recipe.warnings import warnings
 from pkmlm.report.compare import Facts, facts_of
+from pkmlm.report.metrics import MEASURES
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.sweep.grid import Grid, Point, assignments, overlap
-from pkmlm.sweep.measures import MEASURES
 
 WRONG_USAGE = 2  # exit code of a command
 LONGEST_NAME = 200  # bytes; a file system has room for 255, with endings such as _trial

@@ -20,12 +20,12 @@ from pkmlm.recipe.schema import recipe_sha256
 from pkmlm.report.compare import Comparison, Group
 from pkmlm.report.dense_equivalent import Equivalent, dense_equivalents
 from pkmlm.report.equal import Equal
+from pkmlm.report.metrics import MEASURES
 from pkmlm.report.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import SweepTimings, Timed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune, assignments
-from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
 COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # shown beside every perplexity

@@ -10,7 +10,7 @@ from matplotlib import rc_context
 
 from pkmlm.measure.usage import MemoryUsage
 from pkmlm.report import plots
-from pkmlm.sweep.measures import MEASURES
+from pkmlm.report.metrics import MEASURES
 
 LOOK = plots.Look()
 RANDOM = np.random.default_rng(0)

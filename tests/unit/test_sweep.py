@@ -15,13 +15,14 @@ from pkmlm.files import write_json
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.recipe.schema import recipe_sha256
+from pkmlm.report.metrics import MEASURES, TASKS
 from pkmlm.report.plots import Look
 from pkmlm.runs.record import Progress
 from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken
 from pkmlm.sweep.grid import Grid, read_grid
-from pkmlm.sweep.measures import MEASURES, TASKS, facts_of_cost, tasks_of
 from pkmlm.sweep.plots import picture
 from pkmlm.sweep.results import Results, SweepFolder
+from pkmlm.sweep.run import facts_of_cost, tasks_of
 from pkmlm.sweep.verdicts import pairs_of, rank_correlations, verdict
 from tests.conftest import ROOT, write_checkpoint
 

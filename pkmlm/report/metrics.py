@@ -1,14 +1,11 @@
 """What a grid can measure of its cells: where each number comes from and how it is printed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
-from pkmlm.cost import cost_of
-from pkmlm.cost_tables import vocab_size_of
 from pkmlm.evaluate.task_file import SUITES
-from pkmlm.recipe.schema import Recipe
-from pkmlm.report.compare import by_table, mean
 
 Source = Literal["cost", "train", "eval", "usage", "tasks", "speed"]
 TASKS = SUITES["memoryformer"]
@@ -106,23 +103,12 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-def tasks_of(measures: Sequence[str]) -> list[str]:
-    """The zero-shot tasks to score: those that are measured, or all, if their average is measured."""
-    return list(TASKS) if "average_acc" in measures else [name for name in TASKS if name in measures]
+def by_table(usage: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The memories of a usage report, with a pool as one memory in place of the layers that read it."""
+    return [memory for memory in usage if not memory.get("pool") or memory["name"] == "pool"]
 
 
-def facts_of_cost(recipe: Recipe) -> dict[str, Any]:
-    """The numbers of `pkmlm cost` that measures read: parameters, operations and parameters read for a token, and the
-    operations and memory of the largest block over a whole sequence.
-    """
-    cost = cost_of(recipe, vocab_size_of(recipe))
-    block = max(cost.blocks, key=lambda block: block.memory)
-    return {
-        "dense": cost.dense,
-        "memory": cost.memory,
-        "operations": cost.flops_per_token,
-        "read": cost.read_per_token,
-        "block_flops": block.flops_without_attention + block.attention_flops,
-        "map_flops": block.flops_without_attention,
-        "tables": block.memory,
-    }
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the known values; None if there are none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
