@@ -42,16 +42,9 @@ def fact(*path: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], float 
     return read
 
 
-def of_tables(key: str) -> Callable[[Mapping[str, Any]], float | None]:
-    """Reads a usage metric by mass: the mean over tables, so that a pool counts once."""
-    return lambda facts: mean(memory["mass"][key] for memory in by_table(facts.get("usage") or []))
-
-
-def of_layers(key: str) -> Callable[[Mapping[str, Any]], float | None]:
-    """Reads a metric of the weights that heads read with: the mean over memories. Hash and n-gram tables are left out:
-    each look-up is one row of weight 1.
-    """
-    return lambda facts: mean(memory.get(key) for memory in facts.get("usage") or [] if memory["name"] == "memory")
+def of_tables(*path: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """Reads a number of the usage report: the mean over tables, so that a pool counts once."""
+    return lambda facts: mean(map(fact(*path), by_table(facts.get("usage") or [])))
 
 
 def suite_accuracy(facts: Mapping[str, Any]) -> float | None:
@@ -65,12 +58,12 @@ MEASURES: dict[str, Measure] = {
     "perplexity": Measure("ppl", "test perplexity (token)", "{:,.2f}", "eval", fact("test_token_ppl")),
     "bits_per_byte": Measure("bits/byte", "bits per byte of test", "{:.4f}", "eval", fact("test_bits_per_byte")),
     "valid_loss": Measure("valid", "validation loss (nats per token)", "{:.4f}", "train", fact("valid_loss")),
-    "usage": Measure("usage", "slots used on test", "{:.1%}", "usage", of_tables("usage")),
-    "kl": Measure("KL", "KL from uniform on test (nats)", "{:.2f}", "usage", of_tables("kl")),
+    "usage": Measure("usage", "slots used on test", "{:.1%}", "usage", of_tables("mass", "usage")),
+    "kl": Measure("KL", "KL from uniform on test (nats)", "{:.2f}", "usage", of_tables("mass", "kl")),
     "effective": Measure(
-        "eff. reads", "reads of equal weight that a head's are worth", "{:.1f}", "usage", of_layers("effective")
+        "eff. reads", "reads of equal weight that a head's are worth", "{:.1f}", "usage", of_tables("effective")
     ),
-    "top_weight": Measure("top weight", "share of a head's largest weight", "{:.1%}", "usage", of_layers("top_weight")),
+    "top_weight": Measure("top weight", "share of a head's largest weight", "{:.1%}", "usage", of_tables("top_weight")),
     "speed": Measure("k tokens/s", "scoring (1,000 tokens per second)", "{:.1f}", "speed", fact("speed", scale=1e-3)),
     "valid_perplexity": Measure(
         "valid ppl", "validation perplexity (token)", "{:,.2f}", "train", fact("valid_token_ppl")

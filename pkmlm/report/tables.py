@@ -18,7 +18,7 @@ from pkmlm.runs.results import average_accuracy
 
 Entry = dict[str, Any]
 
-MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
+MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99")
 COLLISIONS = "N-grams: the share that is alone in its row of one table, of any table"
 ALONE = ("order", "distinct", "rows", "alone", "alone_expected", "alone_in_any", "alone_in_any_expected")
 AMOUNTS = {"tokens": "{:,.0f}", "operations": "{:.4g}", "seconds": "{:,.3f}"}
@@ -46,7 +46,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
             overlap = [memory["head_overlap"], memory["head_overlap_uniform"]] if parts == "heads" else []
             many = len(memory[parts]), memory["slots"], memory["reads"]
             rows[parts].append([*start, memory["kind"], *many, *overlap])
-            if memory.get("effective") is not None and parts == "heads":  # a table has one read per token
+            if memory["effective"] is not None:
                 rows["weights"].append([*start, memory["effective"], memory["top_weight"]])
             if "layers" in memory:
                 rows["pools"].append([*start[:-1], ", ".join(map(str, memory["pool"])), memory["layer_overlap"]])
@@ -54,7 +54,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
             for group, weighing in by.items():
                 if memory["mass"] == memory["count"] and "mass" in group:
                     continue  # every read weighs the same, as in n-gram tables
-                rows["evenness"].append([*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])])
+                rows["evenness"].append([*start, weighing, *(memory[group].get(key) for key in MEASURES)])
             if len(memory[parts]) > 1 and memory["mass"]["usage"]:
                 row = list(start)
                 for key, worst in (("usage", min), ("kl", max)):
