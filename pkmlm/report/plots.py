@@ -323,8 +323,8 @@ def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None
         lower.plot(step, kl, **style)
         for axes, floor in ((upper, 100 * random_usage), (lower, random_kl)):
             axes.plot(step, floor, color=style["color"], linewidth=0.8, linestyle=":")
-    upper.set(ylabel="slots used (%)", ylim=(0, 105))
-    lower.set(ylabel="KL (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))
+    upper.set(ylabel=OVER_TOKENS["usage"], ylim=(0, 105))
+    lower.set(ylabel=OVER_TOKENS["kl"], xlabel="step", xlim=(0, None), ylim=(0, None))
     short_numbers(lower)
     for axes in (upper, lower):
         axes.grid(True)

@@ -206,7 +206,7 @@ def run_cells(
                 measured = [
                     f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
                     for name in dict.fromkeys((*results.grid.measure, "valid_loss"))
-                    if (value := MEASURES[name].read(outcome.facts)) is not None
+                    if MEASURES[name].seeded and (value := MEASURES[name].read(outcome.facts)) is not None
                 ]
                 what = ", ".join(measured[:4] or [outcome.status])
                 say(f"{place} {outcome.cell.name}: " + ": ".join(filter(None, (what, outcome.message))))
