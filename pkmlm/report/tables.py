@@ -77,7 +77,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     even = [*where, Column("By"), *columns_of(*EVENNESS).values()]
     ends = [*where, *numbers(USAGE.format, f"Least {USAGE.heading.lower()}", "mean", "random")]
     ends += numbers(KL.format, f"Largest {KL.heading}", "mean", "random")
-    text = [Column("Run"), number("Step"), Column("Text"), *numbers(COUNT, "Tokens", "Memories")]
+    text = [Column("Run"), number("Step"), Column("Text"), METRICS["tokens"].column, number("Memories")]
     tables = {
         "texts": ("How memories are used", text),
         "heads": ("Reads by heads; overlap: slots that two heads both read for a token", by_heads),
