@@ -117,9 +117,10 @@ class MemoryUsage:
     @property
     def spread(self) -> dict[str, float | None]:
         """Averages over a head's weights for a token: `effective`, exp of their entropy, which is the number of equal
-        weights that have this entropy; and `top_weight`, the share of the largest. None if all are 0 or not known.
+        weights that have this entropy; and `top_weight`, the share of the largest. None if all are 0 or not known, and
+        for tables, where a look-up reads one row.
         """
-        effective, top, number = (0, 0, 0) if self.spread_3 is None else self.spread_3.tolist()
+        effective, top, number = (0, 0, 0) if self.spread_3 is None or not self.shared else self.spread_3.tolist()
         return {"effective": effective / number, "top_weight": top / number} if number else dict.fromkeys(SPREAD)
 
     @cached_property
@@ -311,8 +312,7 @@ def measures(reads_S: NDArray[Any]) -> Measures:
     - usage: the fraction of slots with z != 0 (PKM section 4.2);
     - kl: log S + sum z log z, in nats: 0 for uniform reading, log S for a single slot (PKM section 4.2);
     - gini: 0 for uniform reading, 1 - 1/S for a single slot (XLM's value is lower by 1/S);
-    - top50, top90, top99: the smallest number of slots that hold that percentage of the reads;
-    - effective: exp of the entropy of z: the number of uniformly read slots that has the same entropy.
+    - top50, top90, top99: the smallest number of slots that hold that percentage of the reads.
 
     Args:
         reads_S: counts or masses, (slots,), none negative.
@@ -322,7 +322,7 @@ def measures(reads_S: NDArray[Any]) -> Measures:
     """
     slots, total = reads_S.size, reads_S.sum()
     if not total > 0:
-        return {"usage": 0.0} | dict.fromkeys(("kl", "gini", "top50", "top90", "top99", "effective"))
+        return {"usage": 0.0} | dict.fromkeys(("kl", "gini", "top50", "top90", "top99"))
     used = np.sort(reads_S[reads_S != 0])[::-1]
     z = used / total
     kl = max(0.0, math.log(slots) + float((z * np.log(z)).sum()))
@@ -331,13 +331,7 @@ def measures(reads_S: NDArray[Any]) -> Measures:
     held = np.cumsum(used)
     # A float64 sum is good to about 1e-9 of itself; rounding must not add a slot.
     tops = {f"top{p}": int(np.searchsorted(held, p / 100 * total * (1 - 1e-9))) + 1 for p in (50, 90, 99)}
-    return {
-        "usage": used.size / slots,
-        "kl": kl,
-        "gini": max(0.0, gini),
-        **tops,
-        "effective": slots * math.exp(-kl),
-    }
+    return {"usage": used.size / slots, "kl": kl, "gini": max(0.0, gini), **tops}
 
 
 def uniform_reading(slots: int, draws: int, topk: float = 1.0) -> Measures:

@@ -15,6 +15,7 @@ from pkmlm.errors import UserError
 from pkmlm.files import read_json
 from pkmlm.recipe.schema import Recipe, recipe_sha256
 from pkmlm.report.equal import Equal, Over, at_equal
+from pkmlm.report.metrics import FLOORED, METRICS
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
 from pkmlm.runs.results import (
@@ -327,19 +328,8 @@ def flat_facts(run: Facts) -> Facts:
     name, or under "NAME_acc" if a fact has that name.
     """
     plain = {key: value for key, value in run.items() if key not in ("tasks", "usage")}
-    plain |= {f"mean_{key}": mean(memory["mass"][key] for memory in by_table(run["usage"])) for key in ("usage", "kl")}
+    plain |= {f"mean_{key}": METRICS[key].read(run) for key in FLOORED}
     return plain | {f"{name}_acc" if name in plain else name: task.get("acc") for name, task in run["tasks"].items()}
-
-
-def by_table(usage: Iterable[Facts]) -> list[Facts]:
-    """The memories of a usage report, with a pool as one memory in place of the layers that read it."""
-    return [memory for memory in usage if not memory.get("pool") or memory["name"] == "pool"]
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the known values; None if there are none."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 def differences(facts: Sequence[Facts]) -> list[str]:

@@ -27,6 +27,7 @@ from pkmlm.errors import printable
 from pkmlm.files import make_folder, writing
 from pkmlm.measure.usage import MemoryUsage, memory_label, reads_of_a_slot
 from pkmlm.report.compare import Comparison
+from pkmlm.report.metrics import mean
 from pkmlm.runs.results import validations
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -345,8 +346,8 @@ def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None
         lower.plot(step, kl, **style)
         for axes, floor in ((upper, 100 * random_usage), (lower, random_kl)):
             axes.plot(step, floor, color=style["color"], linewidth=0.8, linestyle=":")
-    upper.set(ylabel="slots used (%)", ylim=(0, 105))
-    lower.set(ylabel="KL (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))
+    upper.set(ylabel=OVER_TOKENS["usage"], ylim=(0, 105))
+    lower.set(ylabel=OVER_TOKENS["kl"], xlabel="step", xlim=(0, None), ylim=(0, None))
     short_numbers(lower)
     for axes in (upper, lower):
         axes.grid(True)
@@ -476,12 +477,11 @@ def token_lines(per_step: float, metrics: Metrics) -> dict[str, NDArray[np.float
             found = {"dead": [1 - memory["read"] / memory["slots"] for memory in event["memories"]]}
         else:
             of_layers = [memory for memory in event.get("usage") or () if memory["layer"]]
-            found = {key: [memory.get(key) for memory in of_layers] for key in ("usage", "kl")}
-            found["effective"] = [memory.get("effective") for memory in of_layers if memory["name"] == "memory"]
+            found = {key: [memory.get(key) for memory in of_layers] for key in ("usage", "kl", "effective")}
         for panel, values in found.items():
-            if values and None not in values:
+            if (value := mean(values)) is not None:
                 percent = 100 if panel in ("usage", "dead") else 1
-                measured[panel].append((event["step"] * per_step, percent * float(np.mean(values))))
+                measured[panel].append((event["step"] * per_step, percent * value))
     losses = points(validated, per_step)
     lines = {panel: np.array(pairs).reshape(-1, 2) for panel, pairs in measured.items()}
     return {"loss": losses[np.isfinite(losses[:, 1])], **lines}

@@ -9,26 +9,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from pkmlm.console import NATS, SHARE, Column, Table, number
+from pkmlm.console import SHARE, Column, Table, number
 from pkmlm.errors import printable
 from pkmlm.report.compare import Group, flat_facts, shared_tasks
 from pkmlm.report.dense_equivalent import Equivalent
 from pkmlm.report.equal import Equal
+from pkmlm.report.metrics import EVENNESS, FLOORED, METRICS
 from pkmlm.runs.results import average_accuracy
 
 Entry = dict[str, Any]
 
-MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
 COLLISIONS = "N-grams: the share that is alone in its row of one table, of any table"
 ALONE = ("order", "distinct", "rows", "alone", "alone_expected", "alone_in_any", "alone_in_any_expected")
 AMOUNTS = {"tokens": "{:,.0f}", "operations": "{:.4g}", "seconds": "{:,.3f}"}
 ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot would get its own contexts back
-COUNT, GINI, ACCURACY = "{:,}", "{:.3f}", "{:.4f}"  # formats of numbers
+COUNT, ACCURACY = "{:,}", "{:.4f}"  # formats of numbers
+USAGE, KL = METRICS["usage"], METRICS["kl"]
+AT_STEP = number("at step", "{:,.0f}")
 
 
 def numbers(format: str, *names: str) -> list[Column]:
     """Columns of numbers in one format."""
     return [number(name, format) for name in names]
+
+
+def columns_of(*names: str) -> dict[str, Column]:
+    """Columns of `METRICS`, by the facts that they show."""
+    return {METRICS[name].path: METRICS[name].column for name in names}
 
 
 def usage_tables(entries: Sequence[Entry]) -> list[Table]:
@@ -47,7 +54,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
             overlap = [memory["head_overlap"], memory["head_overlap_uniform"]] if parts == "heads" else []
             many = len(memory[parts]), memory["slots"], memory["reads"]
             rows[parts].append([*start, memory["kind"], *many, *overlap])
-            if memory.get("effective") is not None and parts == "heads":  # a table has one read per token
+            if memory["effective"] is not None:
                 rows["weights"].append([*start, memory["effective"], memory["top_weight"]])
             if "layers" in memory:
                 rows["pools"].append([*start[:-1], ", ".join(map(str, memory["pool"])), memory["layer_overlap"]])
@@ -55,10 +62,10 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
             for group, weighing in by.items():
                 if memory["mass"] == memory["count"] and "mass" in group:
                     continue  # every read weighs the same, as in n-gram tables
-                rows["evenness"].append([*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])])
+                rows["evenness"].append([*start, weighing, *(memory[group].get(key) for key in EVENNESS)])
             if len(memory[parts]) > 1 and memory["mass"]["usage"]:
                 row = list(start)
-                for key, worst in (("usage", min), ("kl", max)):
+                for key, worst in zip(FLOORED, (min, max), strict=True):
                     values = [part[key] for part in memory[parts] if part[key] is not None]
                     row += [worst(values), fmean(values), memory["uniform_head"][key]]
                 rows[f"single {parts}"].append(row)
@@ -67,11 +74,11 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     by_heads = [*kind, *numbers(COUNT, "Heads", "Slots", "Reads"), *numbers("{:.2%}", "Overlap", "random")]
     by_tables = [*kind, *numbers(COUNT, "Tables", "Slots", "Reads")]
     shared = [*where[:-1], Column("Layers"), number("Overlap", SHARE)]
-    worth = [*where, number("Effective", "{:.1f}"), number("Top weight", SHARE)]
-    held = numbers(COUNT, "50%", "90%", "99%")
-    even = [*where, Column("By"), number("Usage", SHARE), number("KL", NATS), number("Gini", GINI), *held]
-    ends = [*where, *numbers(SHARE, "Least usage", "mean", "random"), *numbers(NATS, "Largest KL", "mean", "random")]
-    text = [Column("Run"), number("Step"), Column("Text"), *numbers(COUNT, "Tokens", "Memories")]
+    worth = [*where, *columns_of("effective", "top_weight").values()]
+    even = [*where, Column("By"), *columns_of(*EVENNESS).values()]
+    ends = [*where, *numbers(USAGE.format, f"Least {USAGE.heading.lower()}", "mean", "random")]
+    ends += numbers(KL.format, f"Largest {KL.heading}", "mean", "random")
+    text = [Column("Run"), number("Step"), Column("Text"), METRICS["tokens"].column, number("Memories")]
     tables = {
         "texts": ("How memories are used", text),
         "heads": ("Reads by heads; overlap: slots that two heads both read for a token", by_heads),
@@ -90,8 +97,7 @@ def usage_rows(entries: Sequence[Entry]) -> Table:
     """One row per memory with every number but those of its heads, for CSV."""
     facts = ("layer", "name", "kind", "slots", "tokens", "reads")
     more = ("effective", "top_weight", "head_overlap", "head_overlap_uniform", "layer_overlap")
-    floor = ("usage", "kl")
-    groups = {"uniform": floor, "uniform_mass": floor, "mass": MEASURES, "count": MEASURES}
+    groups = {"uniform": FLOORED, "uniform_mass": FLOORED, "mass": EVENNESS, "count": EVENNESS}
     names = [*facts, *(f"{group}_{key}" for group, keys in groups.items() for key in keys), *more]
     rows = [
         [entry["run"], entry["step"], entry["split"]]
@@ -136,35 +142,16 @@ def compare_tables(
         return [group.name, *(len(group.runs) for _ in seeds)]
 
     def at_step(key: str) -> list[Column]:  # a column for what was not measured at the last step of every run
-        return [number("at step", "{:,.0f}")] if any(run[key] not in (None, run["step"]) for run in runs) else []
+        return [AT_STEP] if any(run[key] not in (None, run["step"]) for run in runs) else []
 
-    parameters = {
-        "kind": Column("Kind"),
-        "dense": number("Dense"),
-        "memory": number("Memory"),
-        "total": number("Total"),
-        "read_per_token": number("Read per token"),
-    }
-    training = {
-        "step": number("Steps", "{:,.0f}"),
-        "tokens": number("Tokens", "{:,.0f}"),
-        "seconds": number("sec ~", "{:,.0f}"),
-        "tokens_per_second": number("Tokens/s ~", "{:,.0f}"),
-    }
+    parameters = {"kind": Column("Kind")} | columns_of("dense", "memory", "total", "read_per_token")
+    training = columns_of("step", "tokens", "seconds", "tokens_per_second")
     if any(run["scoring_tokens_per_second"] for run in runs):
-        training["scoring_tokens_per_second"] = number("Scored tokens/s", "{:,.0f}")
+        training |= columns_of("speed")
     if any(run["status"] not in (None, "finished") for run in runs):
         training["status"] = Column("Status")
-    quality = {
-        "valid_loss": number("Valid (nats)", NATS),
-        "valid_step": number("at step", "{:,.0f}"),
-        "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
-        "valid_bits_per_byte": number("bits per byte", NATS),
-        "test_token_ppl": number("Test ppl", "{:,.2f}"),
-        "test_word_ppl": number("word ppl", "{:,.1f}"),
-        "test_bits_per_byte": number("bits per byte", NATS),
-        "test_step": number("at step", "{:,.0f}"),
-    }
+    quality = columns_of("valid_loss") | {"valid_step": AT_STEP} | columns_of("valid_perplexity", "valid_bits_per_byte")
+    quality |= columns_of("perplexity", "word_perplexity", "bits_per_byte") | {"test_step": AT_STEP}
     if len({run["tokenizer"] for run in runs} - {None}) < 2:  # else perplexities per token cannot be compared
         del quality["valid_bits_per_byte"]
     apart = "~: measured while each run trained, not timed side by side"
@@ -181,7 +168,8 @@ def compare_tables(
     names = list(dict.fromkeys(name for run in runs for name in run["tasks"]))
     step, shared = at_step("tasks_step"), shared_tasks(runs)
     notes = [] if shared == names else [f"average: over the tasks that all runs have: {', '.join(shared) or 'none'}"]
-    columns = [*numbers("{:.3f}", *names, "average"), *step]
+    average = METRICS["average_acc"].column
+    columns = [*numbers(average.format, *names), average, *step]
     rows = []
     for group in groups:
         by_column = [[run["tasks"].get(name, {}).get("acc") for run in group.runs] for name in names]
@@ -190,17 +178,15 @@ def compare_tables(
     tables.append(noted("Zero-shot accuracy", [Column("Run"), *seeds, *columns], rows, *notes))
 
     step = at_step("usage_step")
-    columns = [*numbers(SHARE, "Usage", "random"), *numbers(NATS, "KL (nats)", "random"), number("Gini", GINI)]
-    columns += [number("Effective", "{:.1f}"), number("Top weight", SHARE), *step]
+    columns = numbers(USAGE.format, USAGE.heading, "random") + numbers(KL.format, f"{KL.heading} (nats)", "random")
+    columns += [*columns_of("gini", "effective", "top_weight").values(), *step]
     rows = []
     for group in groups:
         memories: dict[tuple[str, int], list[list[Any]]] = {}
         for run in group.runs:
             for memory in run["usage"]:
-                mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
-                by_chance = floor.get("usage", memory["uniform"]["usage"])
-                values = [mass["usage"], by_chance, mass["kl"], floor.get("kl"), mass["gini"]]
-                values += [memory.get("effective"), memory.get("top_weight"), run["usage_step"]]
+                values = [memory[by][key] for key in FLOORED for by in ("mass", "uniform_mass")]
+                values += [memory["mass"]["gini"], memory["effective"], memory["top_weight"], run["usage_step"]]
                 memories.setdefault((_where(memory), memory["slots"]), []).append(values)
         for where, found in memories.items():
             lacking = [[None] * len(found[0])] * (len(group.runs) - len(found))
@@ -222,11 +208,9 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
     over = equal.over
     shown = {
         f"{over}_per_step": number(f"{over} per step", AMOUNTS[over]),
-        f"equal_{over}_step": number("at step", "{:,.0f}"),
+        f"equal_{over}_step": AT_STEP,
         f"equal_{over}_between": number("between", "{:,.0f}"),
-        f"equal_{over}_valid_loss": number("Valid (nats)", NATS),
-        f"equal_{over}_valid_token_ppl": number("Valid ppl", "{:,.2f}"),
-    }
+    } | {f"equal_{over}_{key}": column for key, column in columns_of("valid_loss", "valid_perplexity").items()}
     rows = [[group.name, *_cells(group, shown)] for group in groups]
     notes = ["between: interpolated between validations so many steps apart"]
     if any(0 < (run[f"equal_{over}_step"] or 0) < (run["step"] or 0) for group in groups for run in group.runs):
@@ -237,7 +221,7 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
 
 def equivalent_tables(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> list[Table]:
     """The dense-equivalent sizes, one row per group and loss; no table if there are none."""
-    columns = [Column("Run"), Column("By"), number("Total"), *numbers("{}", "Size", "from", "to")]
+    columns = [Column("Run"), Column("By"), METRICS["total"].column, *numbers("{}", "Size", "from", "to")]
     rows = [
         [group.name, by.replace("_", " "), group.runs[0]["total"], *size.texts()]
         for group in groups

@@ -14,9 +14,9 @@ from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.recipe.warnings import warnings
 from pkmlm.report.compare import Facts, facts_of
+from pkmlm.report.metrics import MEASURES, TASKS, mean
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.sweep.grid import Grid, Point, assignments, overlap
-from pkmlm.sweep.measures import MEASURES
 
 WRONG_USAGE = 2  # exit code of a command
 LONGEST_NAME = 200  # bytes; a file system has room for 255, with endings such as _trial
@@ -200,7 +200,8 @@ def best(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
-    """The facts of a cell's run at its last step: those of `facts_of` and "trained_by", its provenance in run.json.
+    """The facts of a cell's run at its last step: those of `facts_of`; "trained_by", its provenance in run.json; and
+    "average_acc", see `suite_accuracy`.
 
     What was measured at another step is left out, and so are few-shot tasks; validation is the last, not the best.
     """
@@ -217,7 +218,13 @@ def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
     if facts["tasks_step"] != last:
         facts |= {"tasks_step": None, "tasks": {}}
     facts["tasks"] = {name: task for name, task in facts["tasks"].items() if not task.get("num_fewshot")}
-    return facts
+    return facts | {"average_acc": suite_accuracy(facts["tasks"])}
+
+
+def suite_accuracy(tasks: Facts) -> float | None:
+    """The mean over the paper's tasks; None if one was not scored. A run's other tasks do not count."""
+    found = [tasks.get(name, {}).get("acc") for name in TASKS]
+    return None if None in found else mean(found)
 
 
 def finished(cell: Cell, folder: Path) -> Outcome | None:

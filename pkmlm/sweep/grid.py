@@ -21,7 +21,7 @@ from pkmlm.recipe.nodes import Node, parse
 from pkmlm.recipe.schema import quoted_text
 from pkmlm.recipe.shipped import recipe_text
 from pkmlm.report.equal import Over
-from pkmlm.sweep.measures import MEASURES
+from pkmlm.report.metrics import MEASURES
 
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 Point = tuple[str, ...]  # one value of each axis, by name

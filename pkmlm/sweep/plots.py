@@ -12,9 +12,9 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.transforms import Bbox
 
 from pkmlm.files import remove_file
+from pkmlm.report.metrics import MEASURES
 from pkmlm.report.plots import LETTER, SMALL, Look, drawing, file_name, label, legend, line_style, plain
 from pkmlm.sweep.grid import Figure, Grid, Point
-from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.results import Results
 from pkmlm.sweep.verdicts import Values
 

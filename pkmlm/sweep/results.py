@@ -20,12 +20,12 @@ from pkmlm.recipe.schema import recipe_sha256
 from pkmlm.report.compare import Comparison, Group
 from pkmlm.report.dense_equivalent import Equivalent, dense_equivalents
 from pkmlm.report.equal import Equal
+from pkmlm.report.metrics import FLOORED, MEASURES
 from pkmlm.report.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import SweepTimings, Timed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune, assignments
-from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
 COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # shown beside every perplexity
@@ -45,7 +45,7 @@ class Results:
 
     grid: Grid
     cells: Cells
-    costs: Mapping[tuple[Point, str | None], Mapping[str, Any]]
+    costs: Mapping[tuple[Point, str | None], dict[str, Any]]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     speeds: dict[Point, Timed] = field(default_factory=dict)
     equals: list[Equal] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Results:
         tried = [self.outcomes[cell.name] for cell in tuning if cell.name in self.outcomes]
         return best(tried) if len(tried) == len(tuning) else None
 
-    def cost(self, point: Point) -> Mapping[str, Any]:
+    def cost(self, point: Point) -> dict[str, Any]:
         """What a point's model costs at its best tuned value, or at the first until that is known."""
         winner = self.winner(point)
         return self.costs[point, winner.cell.tuned if winner else self.cells.values[0]]
@@ -109,13 +109,13 @@ class Results:
 
         Costs and speed (the median of its rounds) do not depend on the seed and are given for the first.
         """
-        read = MEASURES[measure].read
-        if MEASURES[measure].source in ("cost", "speed"):
-            rounds = self.rounds(point)
-            facts = {"cost": self.cost(point), "speed": median(rounds) if rounds else None}
-            found = {self.grid.seeds[0]: read(facts)}
+        metric = MEASURES[measure]
+        if metric.seeded:
+            found = {outcome.cell.seed: metric.read(outcome.facts) for outcome in self.chosen(point)}
         else:
-            found = {outcome.cell.seed: read(outcome.facts) for outcome in self.chosen(point)}
+            rounds = self.rounds(point)
+            speed = {"scoring_tokens_per_second": median(rounds) if rounds else None}
+            found = {self.grid.seeds[0]: metric.read(self.cost(point) | speed)}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def values(self, measure: str, point: Point) -> tuple[float, ...]:
@@ -126,7 +126,7 @@ class Results:
         """How many seeds a point has measurements of: the least over those of `measures` that it has; if none of these
         depends on the seed, how many were trained.
         """
-        seeded = [name for name in measures if MEASURES[name].source not in ("cost", "speed")]
+        seeded = [name for name in measures if MEASURES[name].seeded]
         counts = [len(self.by_seed(name, point)) for name in seeded] or [len(self.chosen(point))]
         return min(filter(None, counts), default=0)
 
@@ -173,7 +173,7 @@ class Results:
                         for measure, values in measured.items()
                     },
                     "paper": {measure: self.grid.paper_value(measure, point) for measure in self.grid.paper},
-                    "cost": dict(self.cost(point)),
+                    "cost": self.cost(point),
                 }
             )
         return {
@@ -272,7 +272,8 @@ class Results:
         be better still.
         """
         columns = [Column(axis) for axis in self.grid.axes]
-        columns += [*(number(value, "{:.4f}") for value in tune.values), Column("best at the edge")]
+        columns += [number(value, MEASURES["valid_loss"].format) for value in tune.values]
+        columns.append(Column("best at the edge"))
         rows = []
         for point in self.grid.points():
             row: list[Any] = list(point)
@@ -310,7 +311,7 @@ def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str
         **{key: value for key, value in facts.items() if key.startswith("equal_") or key.endswith("_per_step")},
         "tasks": {name: task.get("acc") for name, task in (facts.get("tasks") or {}).items()},
         "usage": [
-            {"layer": m["layer"], "name": m["name"], "usage": m["mass"]["usage"], "kl": m["mass"]["kl"]}
+            {"layer": m["layer"], "name": m["name"]} | {key: m["mass"][key] for key in FLOORED}
             for m in facts.get("usage") or []
         ],
     }

@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
@@ -21,6 +22,8 @@ from pkmlm.bench.generate import score_batch
 from pkmlm.bench.rounds import Say, interleaved
 from pkmlm.bench.steps import step_amounts
 from pkmlm.console import progress_bars, say_drawn, status_line, warn_each
+from pkmlm.cost import cost_of
+from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batches
 from pkmlm.device import default_device, machine
 from pkmlm.environment import usable_cores
@@ -29,16 +32,16 @@ from pkmlm.evaluate.documents import open_split
 from pkmlm.evaluate.load import load_run
 from pkmlm.files import locked, make_folder, write_text
 from pkmlm.model.transformer import Transformer
-from pkmlm.recipe.schema import dump_recipe, recipe_sha256
+from pkmlm.recipe.schema import Recipe, dump_recipe, recipe_sha256
 from pkmlm.recipe.shipped import find_base
 from pkmlm.report.compare import differences
 from pkmlm.report.equal import Over
+from pkmlm.report.metrics import MEASURES, TASKS
 from pkmlm.report.plots import Look, draw_curves
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest, signal_name, stop_on_signals
 from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, best, facts_at_end, finished, steps_taken
 from pkmlm.sweep.grid import Point, read_grid
-from pkmlm.sweep.measures import MEASURES, facts_of_cost, tasks_of
 from pkmlm.sweep.plots import draw
 from pkmlm.sweep.results import Results, SweepFolder
 
@@ -203,7 +206,7 @@ def run_cells(
                 measured = [
                     f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
                     for name in dict.fromkeys((*results.grid.measure, "valid_loss"))
-                    if (value := MEASURES[name].read(outcome.facts)) is not None
+                    if MEASURES[name].seeded and (value := MEASURES[name].read(outcome.facts)) is not None
                 ]
                 what = ", ".join(measured[:4] or [outcome.status])
                 say(f"{place} {outcome.cell.name}: " + ": ".join(filter(None, (what, outcome.message))))
@@ -401,4 +404,26 @@ def time_models(results: Results, runs: Path, say: Say) -> None:
             "tokens_per_second": [counted[point] / each for each in timing.seconds],
         }
         for point, timing in times.items()
+    }
+
+
+def tasks_of(measures: Sequence[str]) -> list[str]:
+    """The zero-shot tasks to score: those that are measured, or all, if their average is measured."""
+    return list(TASKS) if "average_acc" in measures else [name for name in TASKS if name in measures]
+
+
+def facts_of_cost(recipe: Recipe) -> dict[str, Any]:
+    """The numbers of `pkmlm cost` that measures read: parameters, operations and parameters read for a token, and the
+    operations and memory of the largest block over a whole sequence.
+    """
+    cost = cost_of(recipe, vocab_size_of(recipe))
+    block = max(cost.blocks, key=lambda block: block.memory)
+    return {
+        "dense": cost.dense,
+        "memory": cost.memory,
+        "operations": cost.flops_per_token,
+        "read": cost.read_per_token,
+        "block_flops": block.flops_without_attention + block.attention_flops,
+        "map_flops": block.flops_without_attention,
+        "tables": block.memory,
     }

@@ -7,8 +7,8 @@ from operator import lt
 from statistics import correlation, fmean
 from typing import Any
 
+from pkmlm.report.metrics import MEASURES
 from pkmlm.sweep.grid import Claim, Grid, Point
-from pkmlm.sweep.measures import MEASURES
 
 Values = Callable[[str, Point], tuple[float, ...]]  # of a measure at a point: one a seed
 BySeed = Callable[[str, Point], Mapping[int, float]]

@@ -22,6 +22,7 @@ from pkmlm.errors import UserError, printable
 from pkmlm.files import open_log, write_errors
 from pkmlm.measure.usage import memory_label
 from pkmlm.recipe.schema import Log
+from pkmlm.report.metrics import FLOORED
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.monitor import TrainingMonitor
 
@@ -93,7 +94,7 @@ class TrainingLog:
             self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
         scalars = {f"{event}/{name}": number for name, number in numbers.items() if isinstance(number, int | float)}
         for memory in numbers.get("usage") or ():
-            used = {key: memory[key] for key in ("usage", "kl") if memory[key] is not None}
+            used = {key: memory[key] for key in FLOORED if memory[key] is not None}
             label = memory_label(memory["layer"], memory["name"])
             scalars |= {f"{event}/{label}/{key}": used[key] for key in used}
         for sink in self.sinks:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pkmlm.measure.usage import memory_label
+from pkmlm.report.metrics import METRICS
 
 WINDOW = 50  # steps that a loss is compared with
 FEWEST = 20
@@ -61,18 +62,17 @@ class TrainingMonitor:
 
     def _usage(self, memory: dict[str, Any]) -> list[str]:
         name, usage = memory_label(memory["layer"], memory["name"]), memory["usage"]
-        uniform = memory["uniform"]["usage"]
+        uniform, share = memory["uniform"]["usage"], METRICS["usage"].format.format
         warnings = []
         if usage < COLLAPSE * self.highest.get(name, 0.0):
-            warnings.append(
-                f"{name} is used less: {usage:.1%} of its slots are read, down from {self.highest[name]:.1%}"
-            )
+            before = share(self.highest[name])
+            warnings.append(f"{name} is used less: {share(usage)} of its slots are read, down from {before}")
             self.highest[name] = usage  # the next warning is for half of this
         self.highest[name] = max(usage, self.highest.get(name, 0.0))
         self.low[name] = self.low.get(name, 0) + 1 if usage < DEAD * uniform else 0
         if self.low[name] == DEAD_FOR:
             warnings.append(
-                f"{name} is hardly used: {usage:.1%} of its slots are read in {DEAD_FOR} validations in a row "
-                f"(uniform reading: {uniform:.1%})"
+                f"{name} is hardly used: {share(usage)} of its slots are read in {DEAD_FOR} validations in a row "
+                f"(uniform reading: {share(uniform)})"
             )
         return warnings

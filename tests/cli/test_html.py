@@ -156,7 +156,7 @@ def test_every_panel_is_drawn_named_and_shows_the_reports_numbers(page: Path, tr
     assert min(inked) > 1, "no canvas is blank"
     (entry,) = json.loads(pkmlm("usage-report", trained("product-key"), "--format", "json").stdout)["runs"]
     memory = entry["memories"][0]
-    keys = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
+    keys = ("usage", "kl", "gini", "top50", "top90", "top99")
     of_all = [[memory[by].get(key) for by in ("mass", "uniform_mass", "count", "uniform")] for key in keys]
     assert values(browser, "[data-panel=summary]") == of_all
     assert values(browser, "[data-panel=heads]")[:2] == [[head["usage"], head["kl"]] for head in memory["heads"]]

@@ -9,7 +9,6 @@ const MEASURES = [
   ["top50", "Hold 50 %", count],
   ["top90", "Hold 90 %", count],
   ["top99", "Hold 99 %", count],
-  ["effective", "Effective", fixed(0)],
 ];
 
 // A pool, which several layers read, has its name alone.
