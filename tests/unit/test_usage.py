@@ -1,8 +1,10 @@
 """Usage: the numbers against hand and brute force, the counters against plain Python."""
 
+import copy
 import json
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import combinations, product
 from pathlib import Path
@@ -384,6 +386,46 @@ def test_counting_ends_with_the_block_and_models_share_nothing() -> None:
     nothing = second.memories()[0].as_json()
     assert nothing["mass"]["kl"] is None
     assert nothing["uniform"] == {"usage": 0.0, "kl": None}
+
+
+def test_threads_say_which_positions_of_their_own_calls_count() -> None:
+    """Each thread reads its own slot, at every second position; the others read another."""
+    threads, times, model = 4, 200, Reader(UsageTap(1, "memory", "product-key", 8, 1))
+    mask_N = torch.arange(16) % 2 > 0
+
+    def call(thread: int) -> None:
+        mine_N = mask_N if thread % 2 else ~mask_N
+        slots_N = torch.where(mine_N, thread, 7)
+        for _ in range(times):
+            counters.only(mine_N)
+            model((slots_N.view(-1, 1, 1), torch.ones(16, 1, 1)))
+
+    with UsageCounters(model) as counters, ThreadPoolExecutor(threads) as pool:
+        list(pool.map(call, range(threads)))
+    (found,) = counters.memories()
+    assert found.tokens == threads * times * 8
+    assert found.counts_S.tolist() == found.masses_S.tolist() == [times * 8] * threads + [0] * 4
+
+
+def test_a_thread_whose_positions_nobody_chose_is_refused() -> None:
+    model, reads = (
+        Reader(UsageTap(1, "memory", "product-key", 4, 1)),
+        (torch.zeros(2, 1, 1).long(), torch.ones(2, 1, 1)),
+    )
+    with UsageCounters(model) as counters, ThreadPoolExecutor(1) as pool:
+        pool.submit(model, reads).result()
+        counters.only(torch.tensor([True, False]))
+        model(reads)
+        with pytest.raises(UserError):
+            pool.submit(model, reads).result()
+    assert counters.memories()[0].tokens == 3
+
+
+def test_a_copy_of_a_model_is_not_listened_to() -> None:
+    model = Reader(UsageTap(1, "memory", "product-key", 4, 1))
+    with UsageCounters(model) as counters:
+        copy.deepcopy(model)((torch.zeros(2, 1, 1).long(), torch.ones(2, 1, 1)))
+    assert counters.memories()[0].tokens == 0
 
 
 def test_weights_that_are_not_finite_are_an_error() -> None:
