@@ -19,7 +19,7 @@ from pkmlm.attach.places import NAME, Mode, attachments_of, insert
 from pkmlm.attach.saved import check_base, read_facts, read_weights, write_attached
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.errors import UserError
-from pkmlm.measure.counters import ReadListener, UsageCounters
+from pkmlm.measure.counters import UsageCounters
 from pkmlm.measure.slot_contexts import AFTER, BEFORE, Context, TopContexts
 from pkmlm.measure.slots import LogitLens, SlotDetails, find_memory, most_read
 from pkmlm.measure.usage import MemoryUsage
@@ -305,11 +305,11 @@ class Attachment:
         """
         self.check_attached()
         memory = find_memory(self.module, None if layer is None else str(layer))
-        counters = UsageCounters(self.module, [memory.tap], overlap=False)
         kept = TopContexts(memory.tap, next(self.module.parameters()).device)
+        others = [(kept.tap, kept.add)]
         with evaluating(self.model):
-            with counters, ReadListener([(kept.tap, kept.add)]) as heard:
-                rows = self._read(batches, counters, heard)
+            with UsageCounters(self.module, [memory.tap], overlap=False, others=others) as counters:
+                rows = self._read(batches, counters)
             host = Hosted(self.model)
         usage, positions = counters.memories()[0], kept.positions()
         ends = list(accumulate(map(len, rows)))
@@ -332,14 +332,13 @@ class Attachment:
             details.append(SlotDetails.of(memory.tap, usage, slot, *words, contexts).as_json())
         return details
 
-    def _read(self, batches: Iterable[Tensor | Mapping[str, Any]], *listeners: ReadListener) -> list[list[int]]:
-        """Run the model; return the ids of each row without padding, which is also kept from the listeners."""
+    def _read(self, batches: Iterable[Tensor | Mapping[str, Any]], counters: UsageCounters) -> list[list[int]]:
+        """Run the model; return the ids of each row without padding, which is not counted."""
         rows, size = [], vocabulary_of(self.model)
         for number, batch in enumerate(batches):
             inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
             ids_BT, mask_BT = checked(inputs, f"batch {number}", size)
-            for listener in listeners:
-                listener.only(mask_BT.flatten())
+            counters.only(mask_BT.flatten())
             self.model(**inputs)
             rows += [ids[seen].tolist() for ids, seen in zip(ids_BT, mask_BT, strict=True)]
         return rows

@@ -214,7 +214,7 @@ def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
 def reads_of(layer: ProductKeyMemory, x_1ND: Tensor) -> tuple[Tensor, Tensor]:
     """The slots that the tokens read and their weights, both (N, r)."""
     seen: list[Tensor] = []
-    with torch.no_grad(), layer.tap.register_forward_hook(lambda tap, given, out: seen.extend(out)):
+    with torch.no_grad(), layer.tap.listen(lambda *reads: seen.extend(reads)):
         layer(x_1ND)
     slots_NHk, weights_NHk = seen
     return slots_NHk.flatten(1), weights_NHk.flatten(1)

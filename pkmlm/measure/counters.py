@@ -4,56 +4,66 @@ N: tokens; H: memory heads, or tables; K: rows of a table; k: slots a head reads
 not all 0.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Self
 
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.measure.usage import MemoryUsage, with_pool
-from pkmlm.memory.base import UsageTap, memories, usage_taps
+from pkmlm.memory.base import Listener, Tap, UsageTap, memories, usage_taps
 from pkmlm.memory.values import Modules, tables_of
 
 # Pairs of slots that are compared at once: as many as a core's cache holds; a GPU wants few large calls.
 COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}
-Listen = Callable[[Tensor, Tensor], None]
+Listeners = Iterable[tuple[Tap, Listener]]  # each with the tap that it listens to
 
 
 class ReadListener:
-    """Passes the reads of memories to functions while the `with` block runs.
+    """Passes what taps tell to listeners, while the `with` block runs, at the positions that `only` selects.
 
-    Args:
-        listeners: each tap with the function that receives its reads, slots (N, H, k) and weights (N, H, k), detached.
+    Several threads may call the model: each says which positions of its own calls count, and listeners get one forward
+    at a time.
     """
 
-    def __init__(self, listeners: list[tuple[UsageTap, Listen]]):
-        self._listeners = listeners
-        self._hooks = ExitStack()
-        self._mask_N: Tensor | None = None
+    def __init__(self, listeners: Listeners):
+        self._by_tap: dict[Tap, list[Listener]] = {}
+        for tap, listener in listeners:
+            self._by_tap.setdefault(tap, []).append(listener)
+        self._taps, self._lock = ExitStack(), threading.Lock()
+        self._own, self._masked = threading.local(), False
 
     def __enter__(self) -> Self:
-        for tap, listen in self._listeners:
-            self._hooks.enter_context(tap.register_forward_hook(partial(self._pass_on, listen)))
+        for tap, listeners in self._by_tap.items():
+            self._taps.enter_context(tap.listen(partial(self._pass_on, listeners)))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.close()
+        self._taps.close()
 
     def only(self, mask_N: Tensor) -> None:
-        """Restrict the next forward passes to some positions (bool, on the model's device); by default all count."""
-        self._mask_N = mask_N
+        """Restrict this thread's next forward passes to some positions (bool, on the model's device); by default all
+        count. From then on, a forward in a thread that has not said which positions count is an error.
+        """
+        self._own.mask_N, self._masked = mask_N, True
 
-    def _pass_on(self, listen: Listen, tap: nn.Module, inputs: Any, reads: tuple[Tensor, Tensor]) -> None:
-        slots_NHk, weights_NHk = (x.detach() for x in reads)
-        if self._mask_N is not None:
-            mask_N = self._mask_N.to(slots_NHk.device)  # a pretrained model may be spread over several devices
-            slots_NHk, weights_NHk = slots_NHk[mask_N], weights_NHk[mask_N]
-        listen(slots_NHk, weights_NHk)
+    @torch.no_grad()
+    def _pass_on(self, listeners: list[Listener], *found_N: Tensor) -> None:
+        mask_N: Tensor | None = getattr(self._own, "mask_N", None)
+        if mask_N is not None:
+            mask_N = mask_N.to(found_N[0].device)  # a pretrained model may be spread over several devices
+            found_N = tuple(x_N[mask_N] for x_N in found_N)
+        elif self._masked:
+            message = "a thread calls the model, and it is not known which of its positions count"
+            raise UserError(message, "call `only` in each thread that calls the model")
+        with self._lock:
+            for listener in listeners:
+                listener(*found_N)
 
 
 class UsageCounters(ReadListener):
@@ -72,12 +82,15 @@ class UsageCounters(ReadListener):
         model: any module with memories in it.
         taps: those whose reads are counted; None: all of the model's.
         overlap: also count the slots that two heads both read for a token, which can take as long as the model.
+        others: that hear of the same positions.
     """
 
-    def __init__(self, model: Modules, taps: list[UsageTap] | None = None, *, overlap: bool = True):
+    def __init__(
+        self, model: Modules, taps: list[UsageTap] | None = None, *, overlap: bool = True, others: Listeners = ()
+    ):
         device = next((parameter.device for parameter in model.parameters()), None)
         self._counters = [_Counter(tap, device, overlap) for tap in (usage_taps(model) if taps is None else taps)]
-        super().__init__([(counter.tap, counter.add) for counter in self._counters])
+        super().__init__([*((counter.tap, counter.add) for counter in self._counters), *others])
 
     def memories(self, world: World | None = None) -> list[MemoryUsage]:
         """What has been counted: one entry per tap, in order, then one for the table that several share, if any do.
@@ -105,7 +118,6 @@ class _Counter:
         self.spread_3 = torch.zeros(3, dtype=torch.float64, device=device)
         self.weighing_H = torch.zeros(tap.heads, dtype=torch.int64, device=device)
 
-    @torch.no_grad()
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
         slots_NHk, weights_NHk = (x.to(self.counts.device) for x in (slots_NHk, weights_NHk))
         self.tokens += len(slots_NHk)
@@ -120,7 +132,11 @@ class _Counter:
         self.masses.index_add_(0, index, weights_NHk.flatten())
         self.squares_H += weights_NHk.square().sum((0, 2))
         self.weighing_H += weights_NHk.count_nonzero((0, 2))
-        self.spread_3 += spread(weights_NHk)
+        mass_NH = weights_NHk.sum(-1)
+        share_Rk = weights_NHk[mass_NH > 0] / mass_NH[mass_NH > 0][:, None]
+        effective_R = torch.special.entr(share_Rk).sum(-1).exp()
+        number = effective_R.new_tensor(len(effective_R))
+        self.spread_3 += torch.stack([effective_R.sum(), share_Rk.amax(-1).sum(), number])
 
     def _add_common(self, slots_NHk: Tensor) -> None:
         """Count the slots that two heads have in common for a token; the slots of one head are distinct."""
@@ -164,21 +180,21 @@ class RowCounters(ReadListener):
     """
 
     def __init__(self, model: Modules):
-        tables = {table: path for path, table in tables_of(model).items() if table.group == "values"}
-        paths = {table: path.removesuffix(".weight_KD") for table, path in tables.items()}
+        found = tables_of(model).items()
+        paths = {table: path.removesuffix(".weight_KD") for path, table in found if table.group == "values"}
         self._reads = {
             path: torch.zeros(len(table.weight_KD), dtype=torch.int64, device=table.weight_KD.device)
             for table, path in paths.items()
         }
-        listeners: list[tuple[UsageTap, Listen]] = []
-        for memory in memories(model):
-            if counts := [self._reads[paths[table]] for table in memory.read_tables() if table in paths]:
-                listeners.append((memory.tap, partial(self._add, counts)))
-        super().__init__(listeners)
+        super().__init__(
+            (memory.tap, partial(self._add, self._reads[paths[table]]))
+            for memory in memories(model)
+            for table in memory.read_tables()
+            if table in paths
+        )
 
-    def _add(self, counts: list[Tensor], slots_NHk: Tensor, weights_NHk: Tensor) -> None:
-        for reads_K in counts:
-            reads_K += torch.bincount(slots_NHk.flatten(), minlength=len(reads_K))
+    def _add(self, reads_K: Tensor, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
+        reads_K += torch.bincount(slots_NHk.flatten(), minlength=len(reads_K))
 
     def take(self) -> dict[str, Tensor]:
         """The reads of each row since the last call, by path of the table: int64 (K), on the model's device."""
@@ -186,11 +202,3 @@ class RowCounters(ReadListener):
         for reads_K in self._reads.values():
             reads_K.zero_()
         return taken
-
-
-def spread(weights_NHk: Tensor) -> Tensor:
-    """The sums of `MemoryUsage.spread_3` over tokens and heads, for weights that are not negative."""
-    mass_NH1 = weights_NHk.sum(-1, keepdim=True)
-    share_Rk = (weights_NHk / mass_NH1)[mass_NH1[..., 0] > 0]
-    effective_R = torch.special.entr(share_Rk).sum(-1).exp()
-    return torch.stack([effective_R.sum(), share_Rk.amax(-1).sum(), effective_R.new_tensor(len(effective_R))])

@@ -1,14 +1,12 @@
 """One pass over a text that counts what a run's memories read, for usage reports and for single slots."""
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Callable
 
 from pkmlm.distributed import World
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
-from pkmlm.measure.counters import ReadListener, UsageCounters
+from pkmlm.measure.counters import Listeners, UsageCounters
 from pkmlm.measure.ngrams import NGrams
 from pkmlm.measure.usage import MemoryUsage
 from pkmlm.memory.base import UsageTap
@@ -21,7 +19,7 @@ def measure_usage(
     world: World | None,
     ngrams: NGrams,
     taps: list[UsageTap] | None = None,
-    others: Sequence[ReadListener] = (),
+    others: Listeners = (),
 ) -> list[MemoryUsage]:
     """What a run's memories read at the scored positions of documents, each position once.
 
@@ -32,7 +30,7 @@ def measure_usage(
         world: the processes that share the pass; the counts are those of all.
         ngrams: receives the n-grams that the model sees at these positions.
         taps: of the memories whose reads count; None: all.
-        others: listeners that are restricted to the same positions.
+        others: see `UsageCounters`.
 
     Returns:
         As `UsageCounters.memories`.
@@ -40,13 +38,7 @@ def measure_usage(
     Raises:
         UserError: see `score` and `UsageCounters.memories`.
     """
-    with UsageCounters(run.model, taps) as counters, ngrams.listening(run.model):
-
-        def watch(mask_N: Tensor) -> None:
-            for each in (counters, *others):
-                each.only(mask_N)
-            ngrams.mask_N = mask_N
-
-        score(run.model, documents, run.prefix, watch=watch, advance=advance, world=world)
+    with UsageCounters(run.model, taps, others=[*others, (ngrams.tap, ngrams.add)]) as counters:
+        score(run.model, documents, run.prefix, watch=counters.only, advance=advance, world=world)
     ngrams.gather(world or World())
     return counters.memories(world)

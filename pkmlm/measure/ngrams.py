@@ -3,8 +3,6 @@
 N: tokens; G: largest order; U: distinct n-grams; P: rows of a table.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,46 +11,32 @@ from torch.nn.functional import pad
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import World
-from pkmlm.memory.ngram import NGramIds, NGramMemory, Past
+from pkmlm.memory.base import Tap
+from pkmlm.memory.ngram import NGramMemory
 from pkmlm.model.language_model import LanguageModel
 
 LEAST_TO_COUNT = 1 << 20  # n-grams: fewer are not worth a sort
 
 
 class NGrams:
-    """The n-grams that a model sees while `listening`, at the positions that `mask_N` selects, as canonical ids. Its
-    size grows with the number of distinct n-grams, not with the text.
+    """The n-grams that a model sees, as canonical ids, which `add` receives (see `ReadListener`). Their size grows with
+    the number of distinct n-grams, not with the text.
 
     Attributes:
-        mask_N: bool, the positions of the next forward that count; None: all.
+        tap: the one that tells of them; of a model without n-gram memories, one that tells nothing.
     """
 
-    def __init__(self) -> None:
-        self.mask_N: Tensor | None = None
-        self._order = 0  # the largest; 0: the model has no n-gram memory
-        self._ids_UG, self._counts_U = torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    def __init__(self, model: LanguageModel):
+        order = 0 if model.ngram_ids is None else model.ngram_ids.order
+        self.tap = Tap() if model.ngram_ids is None else model.ngram_ids.tap
+        self._ids_UG, self._counts_U = torch.empty(0, order, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
         self._seen: list[Tensor] = []  # not counted yet
         self._shorter: dict[int, tuple[Tensor, Tensor]] = {}
 
-    @contextmanager
-    def listening(self, model: LanguageModel) -> Iterator[None]:
-        """Collect what `model` sees while the `with` block runs; nothing, if it has no n-gram memory."""
-        if model.ngram_ids is None:
-            yield
-            return
-
-        self._order = model.ngram_ids.order
-        self._ids_UG = torch.empty(0, self._order, dtype=torch.int64)
-
-        def take(module: NGramIds, inputs: Any, past: Past) -> None:
-            ids_NG = past.ids_BTG.flatten(0, 1)
-            self._seen.append((ids_NG if self.mask_N is None else ids_NG[self.mask_N]).cpu())
-            if sum(map(len, self._seen)) > max(LEAST_TO_COUNT, len(self._ids_UG)):
-                self._count()
-
-        with model.ngram_ids.register_forward_hook(take):
-            yield
-        self._count()
+    def add(self, ids_NG: Tensor) -> None:
+        self._seen.append(ids_NG.cpu())
+        if sum(map(len, self._seen)) > max(LEAST_TO_COUNT, len(self._ids_UG)):
+            self._count()
 
     def _count(self) -> None:
         ids_NG = torch.cat([self._ids_UG, *self._seen])
@@ -61,8 +45,11 @@ class NGrams:
         self._seen = []
 
     def gather(self, world: World) -> None:
-        """Add up the n-grams of all ranks; all ranks call this after the last forward pass."""
-        if self._order and world.size > 1:
+        """Count what has been seen, on all ranks together: all call this, after the last forward pass."""
+        if not self._ids_UG.shape[1]:
+            return
+        self._count()
+        if world.size > 1:
             own = torch.cat([self._ids_UG, self._counts_U[:, None]], 1)
             every = world.all_gather(pad(own, (0, 0, 0, world.all_max(len(own)) - len(own))))
             every = every[every[:, -1] > 0]  # without the padding, whose counts are 0
@@ -70,7 +57,7 @@ class NGrams:
 
     def distinct(self, order: int) -> tuple[Tensor, Tensor]:
         """The distinct n-grams of an order (U, G), newest id first and zeros beyond the order, and how often each was
-        seen (U,). To be called after the last forward pass.
+        seen (U,). To be called after `gather`.
         """
         if order not in self._shorter:
             ids_UG = self._ids_UG.clone()

@@ -349,7 +349,7 @@ class Probes:
             size = tap.slots if tap.shared else tap.slots // tap.heads
             first_H1 = torch.arange(tap.heads)[:, None] * (0 if tap.shared else size)
 
-            def hook(_: nn.Module, __: Any, reads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            def hook(_: nn.Module, reads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
                 slots_NHk, weights_NHk = reads
                 drawn_NHk = first_H1 + torch.randint(size, slots_NHk.shape, generator=random)
                 return drawn_NHk.to(slots_NHk.device), weights_NHk
@@ -358,7 +358,7 @@ class Probes:
 
         with ExitStack() as hooks:
             for memory in group:
-                hooks.enter_context(memory.tap.register_forward_hook(drawing(memory.tap)))
+                hooks.enter_context(memory.tap.register_forward_pre_hook(drawing(memory.tap)))
             yield
 
     @contextmanager

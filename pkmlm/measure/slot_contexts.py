@@ -55,7 +55,6 @@ class TopContexts:
         """The positions found so far."""
         return TopPositions(self.weights_Kc.cpu().numpy(), self.positions_Kc.cpu().numpy())
 
-    @torch.no_grad()
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
         slots_NHk, weights_NHk = (x.to(self.weights_Kc.device) for x in (slots_NHk, weights_NHk))
         token_R, slot_R, weight_R = summed_reads(slots_NHk, weights_NHk)

@@ -21,7 +21,6 @@ from pkmlm.console import token_progress
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun
-from pkmlm.measure.counters import ReadListener
 from pkmlm.measure.measure_usage import measure_usage
 from pkmlm.measure.ngrams import NGrams, collisions, ngrams_in_row
 from pkmlm.measure.slot_contexts import (
@@ -201,12 +200,11 @@ def index_slots(
     """
     indexed = memories(run.model) if memory is None else [memory]
     taps = [each.tap for each in indexed]
-    ngrams = NGrams()
+    ngrams = NGrams(run.model)
     tops = [TopContexts(tap, run.device, contexts) for tap in taps]
-    with ReadListener([(top.tap, top.add) for top in tops]) as heard:
-        usage = measure_usage(run, documents, advance, None, ngrams, taps, [heard])[: len(indexed)]  # without the pool
-    positions = [top.positions() for top in tops]
-    return [SlotIndex(*found, ngrams) for found in zip(indexed, usage, positions, strict=True)]
+    usage = measure_usage(run, documents, advance, None, ngrams, taps, [(top.tap, top.add) for top in tops])
+    found = zip(indexed, usage, tops, strict=False)  # without the pool
+    return [SlotIndex(memory, counted, top.positions(), ngrams) for memory, counted, top in found]
 
 
 class SlotDetails(NamedTuple):
@@ -436,7 +434,7 @@ def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -
             reads.append((run.tokenizer.piece(token), list(pairs)))
 
     stream = [run.prefix, *run.tokenizer.encode(prompt)]
-    with ReadListener([(tap, listen)]):
+    with tap.listen(listen):
         for start in range(0, len(stream), run.model.context):
             window = stream[start : start + run.model.context]
             run.model.hidden(torch.tensor([window], device=run.device))

@@ -5,8 +5,9 @@ N: tokens; H: heads (for hash layers: tables); k: reads of a head (for hash laye
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,41 @@ from pkmlm.memory.values import Modules, Values
 
 Layer = TypeVar("Layer")
 Inputs = ParamSpec("Inputs")
+Listener = Callable[..., None]  # gets tensors with a row for each token, detached
 
 
-class UsageTap(nn.Module):
-    """The identity on a memory's reads: register a forward hook on it to observe them.
+class Tap(nn.Module):
+    """Tells listeners what a forward finds for its tokens. A copy of it has no listeners.
+
+    Attributes:
+        counts: False while activations are recomputed, which listeners have heard of before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listeners: list[Listener] = []
+        self.counts = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "listeners": []}
+
+    @contextmanager
+    def listen(self, listener: Listener) -> Iterator[None]:
+        """Tell a listener while the `with` block runs."""
+        self.listeners.append(listener)
+        try:
+            yield
+        finally:
+            self.listeners.remove(listener)
+
+    def tell(self, *found_N: Tensor) -> None:
+        """Tell all listeners, in the order in which they came."""
+        for listener in tuple(self.listeners) if self.counts else ():
+            listener(*(x_N.detach() for x_N in found_N))
+
+
+class UsageTap(Tap):
+    """The identity on a memory's reads, of which it tells its listeners: slots and weights, both (N, H, k).
 
     Attributes:
         layer: the block, counted from 1.
@@ -54,6 +86,7 @@ class UsageTap(nn.Module):
 
         The weights come from the scores alone: they contain nothing else of the token, such as an expert's activation.
         """
+        self.tell(slots_NHk, weights_NHk)
         return slots_NHk, weights_NHk
 
 
@@ -130,7 +163,7 @@ def uncompiled(
 ) -> Callable[Concatenate[Layer, Inputs], Tensor]:
     """Decorate a layer's forward so that torch.compile leaves it as it is.
 
-    Tracing it would fail in numba's dispatcher, and miss hooks that are registered on the tap later. `disable` imports
+    Tracing it would fail in numba's dispatcher, and miss listeners that come later. `disable` imports
     the compiler, which takes seconds, so it is called only while tracing.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from pkmlm.kernels.matmul import Linear, at_least_fp32
-from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
+from pkmlm.memory.base import SparseMemory, Tap, UsageTap, uncompiled
 from pkmlm.memory.init import Constant, Counting, InitSpec, Multipliers
 from pkmlm.memory.query import RMS_EPSILON
 from pkmlm.memory.values import Values
@@ -59,6 +59,7 @@ class NGramIds(nn.Module):
     Attributes:
         canonical_V: the canonical id of each token, see `pkmlm.data.canonical`; 0: the token begins a document. It is
             the token's own number until training sets the tokenizer's, which a checkpoint holds.
+        tap: tells of the new tokens' n-grams: canonical ids (N, G), as in `Past`.
     """
 
     canonical_V: Tensor
@@ -68,6 +69,7 @@ class NGramIds(nn.Module):
         self.order = max(spec.orders)
         self.back = (TAPS - 1) * self.order if spec.convolves else self.order - 1
         self.register_buffer("canonical_V", torch.arange(vocab_size))
+        self.tap = Tap()
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {"canonical_V": Counting()}
@@ -104,8 +106,9 @@ class NGramIds(nn.Module):
         places = [place_BT]
         for _ in range(self.back):
             places.append(before_BZ.gather(1, places[-1]))
-        ids = [ids_BZ.gather(1, place) for place in places[: self.order]]
-        return Past(torch.stack(ids, -1), torch.stack(places, -1), cache)
+        ids_BTG = torch.stack([ids_BZ.gather(1, place) for place in places[: self.order]], -1)
+        self.tap.tell(ids_BTG.flatten(0, 1))
+        return Past(ids_BTG, torch.stack(places, -1), cache)
 
 
 class NGramMemory(SparseMemory):

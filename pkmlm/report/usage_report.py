@@ -165,7 +165,7 @@ def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     documents = chosen_documents(choice, loaded)
     quiet = quiet or (world is not None and world.rank > 0)
     slots: list[PageSlots] = []
-    ngrams = NGrams()
+    ngrams = NGrams(loaded.model)
     with token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance:
         if details:
             indexes = index_slots(loaded, documents, advance)

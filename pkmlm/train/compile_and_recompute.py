@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pkmlm.errors import UserError, first_line
-from pkmlm.memory.base import memories
+from pkmlm.memory.base import Tap, memories
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.model.attention import Attention
 from pkmlm.model.transformer import FFN, Transformer
@@ -60,20 +60,20 @@ def run_compiled_in_training(module: nn.Module) -> None:
 def recompute_activations(block: nn.Module) -> None:
     """Let a block keep only its input in training, and compute the rest again in its backward pass.
 
-    The numbers are the same: dropout repeats its draws, and running statistics are counted once.
+    The numbers are the same: dropout repeats its draws, and running statistics and reads are counted once.
     """
     plain = block.forward
-    norms = [module for module in block.modules() if isinstance(module, QueryBatchNorm)]
+    counting = [module for module in block.modules() if isinstance(module, QueryBatchNorm | Tap)]
 
     @contextmanager
     def uncounted() -> Iterator[None]:
-        for norm in norms:
-            norm.counts = False
+        for module in counting:
+            module.counts = False
         try:
             yield
         finally:
-            for norm in norms:
-                norm.counts = True
+            for module in counting:
+                module.counts = True
 
     @functools.wraps(plain)
     def forward(*inputs: Any) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 
 from pkmlm.errors import NotFinite
 from pkmlm.files import remove_file
-from pkmlm.measure.drift import Drift, RecentReads
-from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.measure.drift import Drift
 from pkmlm.runs import checkpoint
 from pkmlm.runs.checkpoint import prune
 from pkmlm.runs.directory import RunDirectory
@@ -78,8 +77,6 @@ class Training:
         state.progress.data |= hashes_of(job)
         state.progress.vocab_size = job.vocab_size
         state.progress.parameters = run.facts().get("parameters") or {}
-        keyed = [module for module in state.model.modules() if isinstance(module, KeyMemory)]
-        self.reads = [RecentReads(memory, self.world) for memory in keyed[:2]]  # as many as fit on a line
 
     def train(self) -> Outcome:
         """Train to the recipe's last step, to the end of its patience, or until a stop request. The last checkpoint
@@ -121,7 +118,8 @@ class Training:
         """Take the next step and log it: one "train" event, and the line that people see."""
         state, progress = self.state, self.state.progress
         began, sent_before = time.monotonic(), self.world.comm_stats.sent
-        result = train_step(state, progress.step + 1)
+        with self.drift:
+            result = train_step(state, progress.step + 1)
         seconds = time.monotonic() - began
         progress.step += 1
         progress.tokens += state.batches.scored(progress.step)
@@ -145,8 +143,7 @@ class Training:
         )
         if result.skipped and state.loss_scale:
             self.log.say(f"step {progress.step}: fp16 overflow, skipped; loss scale now {state.loss_scale.scale:g}")
-        reads = "".join(f"{recent.after_step()}  " for recent in self.reads)
-        self.log.progressed(progress.step, result.loss, tokens_per_second, reads)
+        self.log.progressed(progress.step, result.loss, tokens_per_second, self.drift.after_step())
 
     def _validation_is_due(self) -> bool:
         """Whether this step asks for a validation that it has not had."""

@@ -43,8 +43,7 @@ class SlotChoice:
         background: of these tables; "count" needs none.
 
     Attributes:
-        counters: count the reads of a step at the positions that are scored, as in a background. (With
-            `train.recompute` each read counts twice, which changes no share.)
+        counters: count the reads of a step at the positions that are scored, as in a background.
 
     Raises:
         UserError: as `check_background`.

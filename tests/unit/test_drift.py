@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from pkmlm.data.batches import Batches
-from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.measure import drift as drifting
-from pkmlm.measure.drift import Drift, RecentReads
+from pkmlm.measure.drift import RECORD, Drift
 from pkmlm.memory.base import memories
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import Eval, Memory, Model, Recipe, Train
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.step import TrainState, train_step
 from tests.conftest import after_step, pkmlm
@@ -45,7 +44,8 @@ def watched(tmp_path: Path, write_recipe, monkeypatch: pytest.MonkeyPatch):
 
     def read(drift: Drift, *slots: int) -> None:
         tap = drift.memories[0].tap
-        tap(torch.tensor(slots).view(-1, 1, 1), torch.ones(len(slots), 1, 1))
+        with drift:
+            tap(torch.tensor(slots).view(-1, 1, 1), torch.ones(len(slots), 1, 1))
 
     return recipe, model, read
 
@@ -63,9 +63,8 @@ def test_slots_die_wake_and_stay_unread(watched, tmp_path: Path) -> None:
     assert [(line["step"], line["since"]) for line in log.told] == [(15, 0), (30, 15)]
     assert (first["read"], first["died"], first["woke"], first["never"]) == (3, 0, 0, 253)
     assert (second["read"], second["died"], second["woke"], second["never"]) == (2, 2, 1, 252)
-    model.eval()
-    read(drift, 9)
-    assert not drift.memories[0].read_K[9], "only training reads are noted"
+    drift.memories[0].tap(torch.tensor([[[9]]]), torch.ones(1, 1, 1))
+    assert not drift.memories[0].read(RECORD).any(), "reads outside of training steps are not noted"
 
 
 @pytest.mark.parametrize(("every", "recorded"), [(1, [*range(1, 31)]), (12, [12, 24, 30]), (13, [13, 26]), (0, [30])])
@@ -168,24 +167,26 @@ def test_a_resumed_run_records_the_drift_of_a_straight_one(write_recipe, trained
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("micro_batch", [8, 4])
-def test_the_progress_line_tells_the_share_of_the_last_whole_window(monkeypatch, recompute, micro_batch):
+def test_the_progress_line_tells_the_share_of_the_last_whole_window(monkeypatch, recompute, micro_batch, tmp_path):
     monkeypatch.setattr(drifting, "WINDOW", 3)
     train = Train(steps=9, batch_tokens=128, micro_batch=micro_batch, recompute=recompute)
-    recipe = Recipe(model=MODEL, train=train)
+    recipe = Recipe(model=MODEL, train=train, eval=Eval(every=2))
     model = build_model(recipe, 40)
     state = TrainState(recipe, model, Batches(Stream(), 16, 8, 1), "fp32")
     (memory,) = memories(model)
-    tap, reads, seen = memory.tap, RecentReads(memory, World()), []
+    tap, drift, seen = memory.tap, Drift(tmp_path, recipe, model), []
     tap.register_forward_hook(lambda _, inputs, out: seen.append(out[0].flatten()))
     told = []
     for step in range(1, 7):
-        train_step(state, step)
+        with drift:
+            train_step(state, step)
         if step in (1, 4):
             model.eval()
             model(torch.arange(16)[None])  # no training: nobody counts it
             seen.pop()
-        told.append(reads.after_step())
+        told.append(drift.after_step())
+        drift.record(step, Events().event)  # begins another window, but not of the progress line
     half = len(seen) // 2
     shares = [len(torch.cat(part).unique()) / tap.slots for part in (seen[:half], seen[half:])]
-    first, second = (f"layer 2 reads {share:.0%}" for share in shares)
+    first, second = (f"layer 2 reads {share:.0%}  " for share in shares)
     assert told == ["", "", first, first, first, second]

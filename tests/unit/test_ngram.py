@@ -14,12 +14,13 @@ from torch.nn.functional import silu
 from pkmlm.data import canonical
 from pkmlm.data.canonical import canonical_ids, canonical_sha256, canonical_text
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.distributed import ProcessGroups
+from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.evaluate.likelihood import Window, attention_layout, build_prefix_tree
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import windows
+from pkmlm.measure.counters import ReadListener
 from pkmlm.measure.ngrams import NGrams, collisions
 from pkmlm.memory.base import memories, usage_taps
 from pkmlm.memory.ngram import NGramIds, NGramMemory, Past, gate_of
@@ -433,12 +434,13 @@ def test_the_ngrams_of_a_row_are_those_that_read_it(trained):
 @torch.no_grad()
 def test_ngrams_are_counted_as_they_are_seen_and_not_kept(monkeypatch):
     monkeypatch.setattr("pkmlm.measure.ngrams.LEAST_TO_COUNT", 64)
-    model, ngrams = model_of("far"), NGrams()
+    model = model_of("far")
+    ngrams = NGrams(model)
     expected, order = Counter(), model.ngram_ids.order
-    with ngrams.listening(model):
+    with ReadListener([(ngrams.tap, ngrams.add)]) as counted:
         for seed in range(40):
             tokens = torch.randint(4, 10, (2, 16), generator=torch.Generator().manual_seed(seed))
-            ngrams.mask_N = torch.arange(32) % 3 > 0
+            counted.only(torch.arange(32) % 3 > 0)
             model(tokens)
             for b, ids in enumerate(model.ngram_ids.canonical_V[tokens].tolist()):
                 for t in range(16):
@@ -446,6 +448,7 @@ def test_ngrams_are_counted_as_they_are_seen_and_not_kept(monkeypatch):
                         expected[tuple(ids[t - back] if t >= back else 0 for back in range(order))] += 1
             assert len(ngrams._ids_UG) <= len(expected)
             assert sum(map(len, ngrams._seen)) <= max(64, len(expected))
+    ngrams.gather(World())
     for short in range(1, order + 1):
         shorter = Counter()
         for ids, count in expected.items():
@@ -455,7 +458,7 @@ def test_ngrams_are_counted_as_they_are_seen_and_not_kept(monkeypatch):
 
 
 def test_the_share_that_is_alone_is_that_of_rows_drawn_at_random():
-    layer, ngrams = NGramMemory(D, orders=(3,), heads=4, rows=8191, row_dim=2), NGrams()
+    layer, ngrams = NGramMemory(D, orders=(3,), heads=4, rows=8191, row_dim=2), NGrams(model_of("far"))
     ids = torch.randint(1, 3000, (6000, 3), generator=torch.Generator().manual_seed(1))
     ngrams._ids_UG, ngrams._counts_U = ids, torch.ones(len(ids), dtype=torch.int64)
     (found,) = collisions(layer, ngrams)

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import documents_of_texts
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import score, windows
-from pkmlm.measure.counters import ReadListener
+from pkmlm.measure.counters import ReadListener, UsageCounters
 from pkmlm.measure.slot_contexts import (
     AFTER,
     BEFORE,
@@ -34,7 +35,9 @@ from pkmlm.measure.slots import (
     slot_name,
     slot_number,
 )
-from pkmlm.memory.base import UsageTap, memories
+from pkmlm.memory.base import Tap, UsageTap, memories
+from pkmlm.train.step import TrainState
+from tests.conftest import after_step, given, pkmlm
 
 TEXTS = ["It was a dark night.\n", "He said nothing; " * 40, "x", "The end of the road was near, she said. " * 12]
 
@@ -244,7 +247,17 @@ def test_shuffling_deals_the_same_contexts() -> None:
     assert json.dumps(found)
 
 
-def test_watching_ends_with_the_block(run: LoadedRun) -> None:
-    index_slots(run, documents(run))
-    assert not any(module._forward_hooks for module in run.model.modules())
+@pytest.mark.parametrize("kind", ["product-key", "memory-plus", "ngram", "hash"])
+def test_nothing_is_left_on_a_model(kind: str, trained, write_recipe, tmp_path: Path, monkeypatch) -> None:
+    run, states = load_run(trained(kind), "latest"), list[TrainState]()
+    after_step(monkeypatch, 2, states.append)
+    pkmlm("train", write_recipe(tmp_path, kind), "-o", tmp_path / "run", "-q", *given("train.steps=2", "eval.every=1"))
     assert score(run.model, documents(run), run.tokenizer.eos)
+    assert index_slots(run, documents(run))
+    with pytest.raises(KeyboardInterrupt), UsageCounters(run.model):
+        raise KeyboardInterrupt
+    for model in (states[0].model, run.model):
+        taps = [module for module in model.modules() if isinstance(module, Tap)]
+        assert taps
+        assert not any(tap.listeners for tap in taps)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,8 +1,11 @@
 """Usage: the numbers against hand and brute force, the counters against plain Python."""
 
+import copy
 import json
 import math
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import combinations, product
 from pathlib import Path
@@ -384,6 +387,51 @@ def test_counting_ends_with_the_block_and_models_share_nothing() -> None:
     nothing = second.memories()[0].as_json()
     assert nothing["mass"]["kl"] is None
     assert nothing["uniform"] == {"usage": 0.0, "kl": None}
+
+
+def test_threads_say_which_positions_of_their_own_calls_count() -> None:
+    """All read one slot at the positions that they choose, and another one elsewhere."""
+    threads, times, model = 4, 50, Reader(UsageTap(1, "memory", "product-key", 8, 1))
+    mask_N, inside, together = torch.arange(16) % 2 > 0, list[int](), list[int]()
+
+    def call(thread: int) -> None:
+        mine_N = mask_N if thread % 2 else ~mask_N
+        slots_N = torch.where(mine_N, 3, 7)
+        for _ in range(times):
+            counters.only(mine_N)
+            model((slots_N.view(-1, 1, 1), torch.ones(16, 1, 1)))
+
+    def listen(slots_NHk: Tensor, weights_NHk: Tensor) -> None:
+        inside.append(len(inside))
+        time.sleep(0.001)
+        together.append(inside.pop())
+
+    others = [(model.taps[0], listen)]
+    with UsageCounters(model, others=others) as counters, ThreadPoolExecutor(threads) as pool:
+        list(pool.map(call, range(threads)))
+    (found,) = counters.memories()
+    assert found.tokens == found.counts_S[3] == found.masses_S[3] == found.squares_H[0] == threads * times * 8
+    assert found.reads == found.tokens
+    assert set(together) == {0}, "sums would lose what two threads add at the same moment"
+
+
+def test_a_thread_whose_positions_nobody_chose_is_refused() -> None:
+    model = Reader(UsageTap(1, "memory", "product-key", 4, 1))
+    reads = torch.zeros(2, 1, 1).long(), torch.ones(2, 1, 1)
+    with UsageCounters(model) as counters, ThreadPoolExecutor(1) as pool:
+        pool.submit(model, reads).result()
+        counters.only(torch.tensor([True, False]))
+        model(reads)
+        with pytest.raises(UserError):
+            pool.submit(model, reads).result()
+    assert counters.memories()[0].tokens == 3
+
+
+def test_a_copy_of_a_model_is_not_listened_to() -> None:
+    model = Reader(UsageTap(1, "memory", "product-key", 4, 1))
+    with UsageCounters(model) as counters:
+        copy.deepcopy(model)((torch.zeros(2, 1, 1).long(), torch.ones(2, 1, 1)))
+    assert counters.memories()[0].tokens == 0
 
 
 def test_weights_that_are_not_finite_are_an_error() -> None:
