@@ -57,9 +57,7 @@ def value_at(found: Any, path: Sequence[str]) -> float | None:
     """The number at a path of keys; in a list of memories, its mean over tables."""
     if isinstance(found, list):
         return mean(value_at(memory, path) for memory in by_table(found))
-    if path:
-        return value_at(found.get(path[0]), path[1:]) if isinstance(found, Mapping) else None
-    return found if isinstance(found, int | float) else None
+    return found if found is None or not path else value_at(found.get(path[0]), path[1:])
 
 
 def by_table(usage: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
