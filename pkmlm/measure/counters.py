@@ -133,7 +133,7 @@ class _Counter:
         self.squares_H += weights_NHk.square().sum((0, 2))
         self.weighing_H += weights_NHk.count_nonzero((0, 2))
         mass_NH = weights_NHk.sum(-1)
-        share_Rk = weights_NHk[mass_NH > 0] / mass_NH[mass_NH > 0][:, None]
+        share_Rk = (weights_NHk / mass_NH[..., None])[mass_NH > 0]
         effective_R = torch.special.entr(share_Rk).sum(-1).exp()
         number = effective_R.new_tensor(len(effective_R))
         self.spread_3 += torch.stack([effective_R.sum(), share_Rk.amax(-1).sum(), number])
