@@ -65,7 +65,8 @@ def make(
     run.recipe_file.write_text(RECIPE)
     recipe = load_recipe(run.recipe_file, ["model.memory.kind=product-key", *settings])
     run.create(recipe)
-    run.write_facts(parameters=dict(zip(("dense", "memory"), size, strict=True), read_per_token=1100), status=status)
+    run.write_facts(status=status)
+    parameters = {"dense": size[0], "memory": size[1], "read_per_token": 1100}
     events: list[Facts] = [
         {"event": "train", "step": step, "loss": 5.0, "tokens": 64 * step, "tokens_per_second": speed}
         for step, speed in ((1, 1.0), (2, 300.0), (200, 200.0))
@@ -75,7 +76,7 @@ def make(
     lines = "".join(json.dumps(event) + "\n" for event in events)
     run.metrics_file.write_text(lines + '{"event": "valid", "step": 210, "loss": 0.')
     for step in (90, 200, 300):
-        write_checkpoint(folder, recipe, Progress(step, seconds=12.5, data=data or {}))
+        write_checkpoint(folder, recipe, Progress(step, seconds=12.5, parameters=parameters, data=data or {}))
     if ppl is not None:
         keep_perplexity(folder, 90, 9.0)
         keep_perplexity(folder, 200, ppl)

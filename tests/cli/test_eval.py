@@ -140,6 +140,8 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
 def test_a_run_without_a_checkpoint_says_why(trained, tmp_path):
     run = shutil.copytree(trained("dense"), tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
     facts = json.loads((run / "run.json").read_text())
+    assert "gone" in pkmlm("eval", run, code=2).stderr
+    (run / "done").unlink()
     for status, said in (("running", "no checkpoint yet"), ("diverged", "diverged before its first checkpoint")):
         (run / "run.json").write_text(json.dumps({**facts, "status": status}))
         assert said in pkmlm("eval", run, code=2).stderr
