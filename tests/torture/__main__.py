@@ -37,14 +37,14 @@ def numbered(function: Callable[[Ground, int], tuple[bool, str]], ground: Ground
     return [lambda number=number: function(ground, number) for number in numbers]  # type: ignore[misc]
 
 
-def failures(ground: Ground, what: str, errors: int = 1) -> Iterator[Part]:
-    """Every operation of a command crashes once, and one of so many fails: with EIO and ENOSPC in turn, which take one
-    way through the code.
+def failures(ground: Ground, what: str, each: int = 1) -> Iterator[Part]:
+    """One of so many operations of a command crashes; with EIO and ENOSPC in turn, which take one way through the code,
+    half as many fail.
     """
-    for how, first, every in (("crash", 1, 1), ("EIO", 1, 2 * errors), ("ENOSPC", 1 + errors, 2 * errors)):
+    for how, first, every in (("crash", 1, each), ("EIO", 1, 4 * each), ("ENOSPC", 1 + 2 * each, 4 * each)):
         places = range(first, len(crashes.operations(ground, what)) + 1, every)
         trials = [lambda at=at, h=how: crashes.fail_at(ground, what, h, at) for at in places]  # type: ignore[misc]
-        yield Part(f"{what}: {how} before each file operation", trials)  # type: ignore[arg-type]
+        yield Part(f"{what}: {how} before file operations", trials)  # type: ignore[arg-type]
 
 
 def parts(ground: Ground) -> Iterator[Part]:
@@ -62,7 +62,7 @@ def parts(ground: Ground) -> Iterator[Part]:
     yield Part("SIGTERM while training the demo's model", numbered(stops.stop_demo, ground, range(10)))
     yield Part("SIGKILL while tokenizing", numbered(kills.kill_tokenizing, ground, range(100)))
     yield Part("SIGKILL while training", numbered(kills.kill_training, ground, range(200)))
-    yield from failures(ground, "train", errors=2)  # it saves and logs alike, many times
+    yield from failures(ground, "train", each=4)  # it saves and logs alike, many times
     yield Part("1 GiB out of a small file", [lambda n=n: sizes.bomb(ground, n) for n in BOMBS])  # type: ignore[misc]
     yield Part("a line of 1 GB within 2 GiB", [lambda: sizes.one_long_line(ground)])
 
