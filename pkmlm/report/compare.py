@@ -156,10 +156,12 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     runs = open_runs([path for path in paths if path not in strays], RunDirectory.existing)
     saved = {label: max(run.steps(), default=0) for label, run in runs.items()}  # read first: some may be training
     facts: list[Facts] = []
+    evaluations: dict[str, list[Facts]] = {}
     errors: dict[str, UserError] = {}
     for label, opened in runs.items():
         try:
-            facts.append(facts_of(label, opened, list(opened.metrics())))
+            evaluations[label] = opened.evaluations()
+            facts.append(facts_of(label, opened, list(opened.metrics()), evaluations[label]))
         except UserError as error:
             errors[label] = error
     for label, damage in errors.items():
@@ -183,8 +185,8 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
         if run["test_step"] not in (None, run["step"], saved[run["run"]], run["valid_step"]):
             what = f"test perplexity is that of step {run['test_step']:,}, which is neither the latest nor the best"
             warnings.append(f"{run['run']}: {what}: run `pkmlm eval` again")
-    for label, measured in runs.items():
-        if partial := partial_tasks(measured.evaluations()):
+    for label in runs:
+        if partial := partial_tasks(evaluations[label]):
             names = ", ".join(sorted(partial))
             warnings.append(f"{label}: left out {names}: measured only in part, with --limit")
     return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(facts), tuple(errors))
@@ -267,8 +269,8 @@ def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> tuple[dict[str, floa
     return found[0] if len(found) == 1 else {}, warnings
 
 
-def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts]) -> Facts:
-    """What is known of a run with the events `metrics`; None where a measurement is missing.
+def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts], evaluations: Sequence[Facts]) -> Facts:
+    """What is known of a run with the events `metrics` and these evaluations; None where a measurement is missing.
 
     Keys: run, kind, dim, layers, lr (the peak), seed, init_from (the run whose weights it started from), tokenizer,
     train_tokens_sha256 and valid_tokens_sha256 (the sha256 of what it was trained with, trained on and validated on),
@@ -287,7 +289,6 @@ def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts]) -> Facts:
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
     valid = [event for event in validations(metrics) if event.get("loss") is not None]
     best = min(valid, key=lambda event: float(event["loss"]), default={})
-    evaluations = run.evaluations()
     test = next(iter(perplexities(evaluations, "test", recipe.model.context)), {})
     scores = test.get("perplexity") or {}
     tasks_step, tasks = task_scores(evaluations)

@@ -215,12 +215,12 @@ def write_together(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> dict[
         UserError: (exit code 1) the system refused a write.
     """
     entries: dict[str, ManifestEntry] = {}
-    failures: list[UserError] = []
+    failures: list[BaseException] = []
 
     def write(name: str) -> None:
         try:
             entries[name] = write_tensors(folder / name, tensors[name])
-        except UserError as error:
+        except BaseException as error:  # raised below, in the thread that waits
             failures.append(error)
 
     threads = [threading.Thread(target=write, args=(name,), daemon=True) for name in tensors]

@@ -16,6 +16,7 @@ from pkmlm.recipe.warnings import warnings
 from pkmlm.report.compare import Facts, facts_of
 from pkmlm.report.metrics import MEASURES, TASKS, mean
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.record import read_progress
 from pkmlm.sweep.grid import Grid, Point, assignments, overlap
 
 WRONG_USAGE = 2  # exit code of a command
@@ -206,7 +207,7 @@ def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
     What was measured at another step is left out, and so are few-shot tasks; validation is the last, not the best.
     """
     metrics, last, recorded = list(run.metrics()), run.done(), run.facts()
-    facts = facts_of(cell.name, run, metrics)
+    facts = facts_of(cell.name, run, metrics, run.evaluations())
     facts["trained_by"] = {key: recorded[key] for key in PROVENANCE if key in recorded}
     valid = [event for event in metrics if event["event"] == "valid"][-1:]
     for key in ("step", "loss", "token_ppl", "bits_per_byte"):
@@ -262,8 +263,9 @@ def has_moved_tokens(run: RunDirectory, before: Recipe, now: Recipe) -> bool:
     """Whether two recipes differ only in the folder of the same tokens."""
     if now.data.dir is None or replace(before, data=now.data) != now:
         return False
-    facts, train = run.facts(), Corpus(now.data.dir, "train")
-    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == (train.tokenizer_sha256, train.sha256)
+    latest, train = run.of_latest(read_progress), Corpus(now.data.dir, "train")
+    trained = latest.data if latest else {}
+    return (trained.get("tokenizer"), trained.get("train")) == (train.tokenizer_sha256, train.sha256)
 
 
 def steps_taken(cell: Cell, folder: Path) -> int:

@@ -86,7 +86,7 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
             changed.append("this Python's Unicode makes other canonical ids of its tokenizer")
     if changed:
         parts.append(f"its weights mean something else here: {', '.join(changed)}")
-    if source.facts().get("data_sha256") == job.corpus.sha256 and before.seed == job.recipe.train.seed:
+    if read_progress(path).data.get("train") == job.corpus.sha256 and before.seed == job.recipe.train.seed:
         parts.append("it reads the same batches in the same order as that run; set train.seed for another order")
     return step, [f"train.init_from: {'; '.join(parts)}"] if parts else []
 
