@@ -67,7 +67,7 @@ class ReadListener:
 
 
 class UsageCounters(ReadListener):
-    """Counts every read of a model's memories while the `with` block runs.
+    """Counts every read of a model's memories while the `with` block runs, in whichever thread the model is called.
 
     Keeps integer counts and float64 masses of each head and slot, and sums over each head's reads, on the model's
     device, so that memory does not grow with the tokens counted. A read counts whatever its weight, even 0; its mass is
