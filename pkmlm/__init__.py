@@ -16,21 +16,21 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time, `__getattr__` i
     from pkmlm.attach import attach_dense as attach_dense
     from pkmlm.evaluate.load import load_run as load_run
     from pkmlm.measure.counters import UsageCounters as UsageCounters
-    from pkmlm.memory.hash_layer import HashLayer as HashLayer
-    from pkmlm.memory.key_memory import FlatKeyMemory as FlatKeyMemory
-    from pkmlm.memory.key_memory import ProductKeyMemory as ProductKeyMemory
-    from pkmlm.memory.ngram import NGramMemory as NGramMemory
-    from pkmlm.memory.peer import PEER as PEER
+    from pkmlm.memory.flat_key.layer import FlatKeyMemory as FlatKeyMemory
+    from pkmlm.memory.hash.layer import HashLayer as HashLayer
+    from pkmlm.memory.ngram.layer import NGramMemory as NGramMemory
+    from pkmlm.memory.peer.layer import PEER as PEER
+    from pkmlm.memory.product_key.layer import ProductKeyMemory as ProductKeyMemory
     from pkmlm.memory.row_adam import RowAdam as RowAdam
     from pkmlm.model.transformer import build_model as build_model
     from pkmlm.recipe.load import load_recipe as load_recipe
 
 MODULES = {
-    "FlatKeyMemory": "pkmlm.memory.key_memory",
-    "HashLayer": "pkmlm.memory.hash_layer",
-    "NGramMemory": "pkmlm.memory.ngram",
-    "PEER": "pkmlm.memory.peer",
-    "ProductKeyMemory": "pkmlm.memory.key_memory",
+    "FlatKeyMemory": "pkmlm.memory.flat_key.layer",
+    "HashLayer": "pkmlm.memory.hash.layer",
+    "NGramMemory": "pkmlm.memory.ngram.layer",
+    "PEER": "pkmlm.memory.peer.layer",
+    "ProductKeyMemory": "pkmlm.memory.product_key.layer",
     "RowAdam": "pkmlm.memory.row_adam",
     "UsageCounters": "pkmlm.measure.counters",
     "attach": "pkmlm.attach",

@@ -22,7 +22,7 @@ from pkmlm.kernels.matmul import SCORES
 from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.memory.base import SparseMemory, memories
 from pkmlm.memory.key_memory import KeyMemory
-from pkmlm.memory.values import Pool
+from pkmlm.memory.table import Pool
 from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk

@@ -24,7 +24,7 @@ from pkmlm.measure.slot_contexts import AFTER, BEFORE, Context, TopContexts
 from pkmlm.measure.slots import LogitLens, SlotDetails, find_memory, most_read
 from pkmlm.measure.usage import MemoryUsage
 from pkmlm.memory.row_adam import RowAdam, check_settings
-from pkmlm.memory.values import tables_of
+from pkmlm.memory.table import tables_of
 
 
 def attach(

@@ -27,7 +27,7 @@ from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
 from pkmlm.files import MANIFEST, read_json
 from pkmlm.memory.base import SparseMemory
-from pkmlm.memory.ngram import NGramIds
+from pkmlm.memory.ngram.layer import NGramIds
 from pkmlm.model.attention import AttentionLayout, KVCache
 from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
 

@@ -16,8 +16,8 @@ from torch.nn.functional import silu
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
 from pkmlm.memory.key_memory import KeyMemory
-from pkmlm.memory.ngram import NGramMemory
-from pkmlm.memory.values import Pool
+from pkmlm.memory.ngram.layer import NGramMemory
+from pkmlm.memory.table import Pool
 from pkmlm.model.transformer import KEY_MEMORIES
 from pkmlm.recipe.constraints import Check, check_ngram
 from pkmlm.recipe.schema import Memory, Model, NGram, expectation

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from pkmlm.errors import UserError
-from pkmlm.memory.ngram import NGramIds, Past
+from pkmlm.memory.ngram.layer import NGramIds, Past
 from pkmlm.recipe.schema import NGram
 
 CACHES = ("cache", "past_key_values")  # what a network calls its cache; the first since transformers 5.24

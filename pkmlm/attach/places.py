@@ -19,8 +19,8 @@ from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
 from pkmlm.memory.base import SparseMemory
 from pkmlm.memory.init import Constant, InitSpec, initialise
-from pkmlm.memory.ngram import NGramMemory
-from pkmlm.memory.values import Pool
+from pkmlm.memory.ngram.layer import NGramMemory
+from pkmlm.memory.table import Pool
 
 Mode = Literal["add", "replace"]
 NAME = "pkmlm"  # of all that is attached, among the modules of its network

@@ -20,7 +20,7 @@ from pkmlm.device import default_device, machine
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
 from pkmlm.memory.init import initialise
-from pkmlm.memory.key_memory import ProductKeyMemory
+from pkmlm.memory.product_key.layer import ProductKeyMemory
 from pkmlm.recipe.schema import Memory, Recipe
 from pkmlm.seeds import generator
 from pkmlm.train.optim import parameter_groups

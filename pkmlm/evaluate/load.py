@@ -15,7 +15,7 @@ from pkmlm.errors import UserError, read_errors
 from pkmlm.export.config import ATTACHED, is_attached, is_export
 from pkmlm.export.folder import read_export
 from pkmlm.files import sha256_of
-from pkmlm.memory.values import table_ranks
+from pkmlm.memory.table import table_ranks
 from pkmlm.model.language_model import LanguageModel
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Recipe

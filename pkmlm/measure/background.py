@@ -135,7 +135,7 @@ def count_background(
     from pkmlm.evaluate.load import load_on_all_ranks
     from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
     from pkmlm.measure.counters import RowCounters
-    from pkmlm.memory.values import tables_of
+    from pkmlm.memory.table import tables_of
 
     world = world or World()
     loaded = load_on_all_ranks(run.path, step, world)

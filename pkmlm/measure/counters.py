@@ -17,7 +17,7 @@ from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.measure.usage import MemoryUsage, with_pool
 from pkmlm.memory.base import Listener, Tap, UsageTap, memories, usage_taps
-from pkmlm.memory.values import Modules, tables_of
+from pkmlm.memory.table import Modules, tables_of
 
 # Pairs of slots that are compared at once: as many as a core's cache holds; a GPU wants few large calls.
 COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}

@@ -17,7 +17,7 @@ from pkmlm.distributed import World
 from pkmlm.measure.counters import ReadListener
 from pkmlm.memory.base import SparseMemory, memories
 from pkmlm.memory.key_memory import KeyMemory
-from pkmlm.memory.values import side_by_side
+from pkmlm.memory.table import side_by_side
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.results import drift_file, write_arrays
 from pkmlm.seeds import derived_seed

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import World
 from pkmlm.memory.base import Tap
-from pkmlm.memory.ngram import NGramMemory
+from pkmlm.memory.ngram.layer import NGramMemory
 from pkmlm.model.language_model import LanguageModel
 
 LEAST_TO_COUNT = 1 << 20  # n-grams: fewer are not worth a sort

@@ -50,7 +50,7 @@ from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
 from pkmlm.memory.base import SparseMemory, UsageTap, memories
 from pkmlm.memory.init import initialise
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 from pkmlm.model.language_model import LanguageModel
 from pkmlm.runs.results import perplexity
 from pkmlm.seeds import derived_seed, generator

@@ -35,8 +35,8 @@ from pkmlm.measure.slot_contexts import (
 )
 from pkmlm.measure.usage import PAIRED_KINDS, MemoryUsage
 from pkmlm.memory.base import SparseMemory, UsageTap, memories
-from pkmlm.memory.ngram import NGramMemory
-from pkmlm.memory.values import Modules
+from pkmlm.memory.ngram.layer import NGramMemory
+from pkmlm.memory.table import Modules
 from pkmlm.model.language_model import LanguageModel
 
 WORDS = 8  # tokens shown that a value raises most, or lowers most

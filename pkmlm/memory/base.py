@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.memory.init import initialise
-from pkmlm.memory.values import Modules, Values
+from pkmlm.memory.table import Modules, Values
 
 Layer = TypeVar("Layer")
 Inputs = ParamSpec("Inputs")

@@ -19,7 +19,7 @@ from pkmlm.kernels.matmul import Linear, at_least_fp32, linear, without_autocast
 from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.memory.init import Constant, InitSpec, Uniform
 from pkmlm.memory.query import RMS_EPSILON, Query
-from pkmlm.memory.values import Pool, Values
+from pkmlm.memory.table import Pool, Values
 from pkmlm.recipe.schema import Gate, KeyNorm, Memory, QueryMap, QueryNorm, Scores, section
 
 Kind = Literal["product-key", "flat-key", "peer"]
@@ -220,42 +220,3 @@ class RMSKeyNorm(nn.Module):
         width = self.key_gain_f.shape
         q_NHjf = rms_norm(q_NHq.unflatten(-1, (-1, *width)), width, self.query_gain_f, RMS_EPSILON)
         return q_NHjf.flatten(2), rms_norm(keys, width, self.key_gain_f, RMS_EPSILON)
-
-
-class ProductKeyMemory(KeyMemory):
-    """A memory of n^2 slots searched with 2n sub-keys a head (eq. 4).
-
-    Each head has its own two sets of sub-keys; they start at U(+-1/sqrt(f)) (not in the paper; the authors' code). The
-    parameters are `subkeys_H2nf`, those of the `query` network, and the values, `values.weight_KD` (n^2, D), of which
-    a step of training changes few rows: see `pkmlm.memory.row_adam.RowAdam`.
-    """
-
-    kind: ClassVar[Kind] = "product-key"
-    saved_per_read = 3
-
-    def make_keys(self, memory: Memory) -> None:
-        if memory.key_dim % 2:
-            raise ValueError(f"key_dim: found {memory.key_dim} (expected an even number, to be halved)")
-        self.subkeys_H2nf = nn.Parameter(torch.empty(memory.heads, 2, memory.num_keys, memory.key_dim // 2))
-
-    def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
-        """The exact top-k over all n^2 product keys, as `ops.product_key_select`."""
-        return ops.product_key_select(*self.normed(q_NHq, self.subkeys_H2nf), self.topk)
-
-
-class FlatKeyMemory(KeyMemory):
-    """A memory of num_keys^2 slots, each of which has its own key for each head (table 4).
-
-    A search takes O(slots), not O(sqrt(slots)). The parameters are `keys_HKq`, those of the `query` network, and the
-    values, `values.weight_KD` (n^2, D).
-    """
-
-    kind = "flat-key"
-    saved_per_read = 5
-
-    def make_keys(self, memory: Memory) -> None:
-        self.keys_HKq = nn.Parameter(torch.empty(memory.heads, memory.slots, memory.key_dim))
-
-    def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
-        """The exact top-k over all keys, as `ops.flat_key_select`."""
-        return ops.flat_key_select(*self.normed(q_NHq, self.keys_HKq), self.topk)

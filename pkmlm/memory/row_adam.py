@@ -13,7 +13,7 @@ from pkmlm.distributed import current_world
 from pkmlm.kernels import backend
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.memory.row_exchange import average_row_gradients
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 
 
 class RowOptimizer(torch.optim.Optimizer):

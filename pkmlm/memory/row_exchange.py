@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from pkmlm.distributed import World
 from pkmlm.kernels.matmul import cat
 from pkmlm.kernels.row_gradient import RowGradient, exchange_bytes
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 
 
 def all_gather_row_gradients(gradient: RowGradient, ranks: World) -> None:

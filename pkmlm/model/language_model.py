@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from pkmlm.memory.ngram import NGramIds
-from pkmlm.memory.values import Modules
+from pkmlm.memory.ngram.layer import NGramIds
+from pkmlm.memory.table import Modules
 from pkmlm.model.attention import AttentionLayout, KVCache
 
 

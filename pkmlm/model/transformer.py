@@ -12,13 +12,15 @@ from torch.nn.functional import gelu, relu
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import memory_errors
 from pkmlm.kernels.matmul import Linear, linear
-from pkmlm.memory.hash_layer import HashLayer, MemoryBlock
+from pkmlm.memory.flat_key.layer import FlatKeyMemory
+from pkmlm.memory.hash.layer import HashLayer, MemoryBlock
 from pkmlm.memory.init import initialise, linear_std
-from pkmlm.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
-from pkmlm.memory.ngram import NGramIds, NGramMemory, Past
-from pkmlm.memory.peer import PEER
+from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.memory.ngram.layer import NGramIds, NGramMemory, Past
+from pkmlm.memory.peer.layer import PEER
+from pkmlm.memory.product_key.layer import ProductKeyMemory
 from pkmlm.memory.query import QueryBatchNorm
-from pkmlm.memory.values import Pool, Values, tables_of
+from pkmlm.memory.table import Pool, Values, tables_of
 from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
 from pkmlm.model.loss import summed_loss
 from pkmlm.recipe.constraints import memory_layers

@@ -11,7 +11,7 @@ from pkmlm.data.canonical import canonical_sha256
 from pkmlm.errors import UserError
 from pkmlm.files import sha256_of
 from pkmlm.memory.init import initialise
-from pkmlm.memory.values import table_ranks
+from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import flatten, scalar_text
 from pkmlm.recipe.warnings import unused_keys

@@ -11,7 +11,7 @@ from pkmlm.distributed import ProcessGroups, is_shard, local_part
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.memory.key_memory import KeyMemory
 from pkmlm.memory.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
-from pkmlm.memory.values import Values, tables_of
+from pkmlm.memory.table import Values, tables_of
 from pkmlm.recipe.schema import Optim, Recipe
 from pkmlm.train.lr_schedule import LrSchedule
 

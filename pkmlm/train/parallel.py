@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pkmlm.distributed import World, is_shard
 from pkmlm.memory.key_memory import KeyMemory
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 from pkmlm.model.transformer import Transformer
 
 

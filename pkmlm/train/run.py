@@ -12,7 +12,7 @@ from pkmlm.device import DeviceSettings, select_device
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
 from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.files import remove_file, write_text
-from pkmlm.memory.values import table_ranks
+from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import check_weights, quarantine_damaged_checkpoints

@@ -13,7 +13,7 @@ from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.measure.background import Background
 from pkmlm.measure.counters import RowCounters
-from pkmlm.memory.values import Values, tables_of
+from pkmlm.memory.table import Values, tables_of
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Recipe, SlotScore
 from pkmlm.train.job import Job

@@ -16,7 +16,7 @@ from pkmlm.errors import UserError
 from pkmlm.measure.background import Background
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.row_exchange import all_gather_row_gradients
-from pkmlm.memory.values import table_ranks
+from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import Progress, Tables

@@ -14,7 +14,7 @@ from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.perplexity import score
 from pkmlm.measure.counters import UsageCounters
 from pkmlm.memory.query import QueryBatchNorm
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 from pkmlm.signals import StopRequest
 from pkmlm.train.step import TrainState
 

@@ -35,7 +35,7 @@ from pkmlm.evaluate.perplexity import score
 from pkmlm.files import make_folder, write_json, write_text
 from pkmlm.measure.background import Background, count_background
 from pkmlm.memory.query import QueryBatchNorm
-from pkmlm.memory.values import tables_of
+from pkmlm.memory.table import tables_of
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe

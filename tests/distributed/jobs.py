@@ -26,7 +26,7 @@ from pkmlm.launched import init_distributed
 from pkmlm.memory.init import initialise
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.row_exchange import all_gather_row_gradients, even_row_gradients
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, NGram, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.runs import checkpoint

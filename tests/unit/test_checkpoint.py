@@ -17,7 +17,7 @@ from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
 from pkmlm.files import Damaged, entry_of, writing_folder
-from pkmlm.memory.values import table_ranks
+from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs import checkpoint, saving

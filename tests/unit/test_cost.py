@@ -19,7 +19,7 @@ from pkmlm.cost import (
     row_gradient_bytes,
 )
 from pkmlm.kernels.row_gradient import exchange_bytes
-from pkmlm.memory.hash_layer import HashLayer
+from pkmlm.memory.hash.layer import HashLayer
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import load_recipe

@@ -23,7 +23,7 @@ from pkmlm.export.folder import read_export, write_export
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
 from pkmlm.kernels.reference import dequantize, quantize
 from pkmlm.memory.base import memories
-from pkmlm.memory.values import tables_of
+from pkmlm.memory.table import tables_of
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe, memory_layers
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, NGram, Recipe, Train, flatten

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from pkmlm.measure.counters import UsageCounters
-from pkmlm.memory.hash_layer import HashLayer, MemoryBlock, score_rms
+from pkmlm.memory.flat_key.layer import FlatKeyMemory
+from pkmlm.memory.hash.layer import HashLayer, MemoryBlock, score_rms
 from pkmlm.memory.init import initialise
-from pkmlm.memory.key_memory import FlatKeyMemory, ProductKeyMemory
-from pkmlm.memory.peer import PEER
+from pkmlm.memory.peer.layer import PEER
+from pkmlm.memory.product_key.layer import ProductKeyMemory
 from pkmlm.memory.query import QueryBatchNorm
-from pkmlm.memory.values import Pool, Values
+from pkmlm.memory.table import Pool, Values
 from pkmlm.recipe.schema import Hash, Memory
 
 SIZES = {"num_keys": 6, "heads": 3, "topk": 5, "key_dim": 8}

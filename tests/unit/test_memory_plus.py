@@ -13,11 +13,13 @@ from torch import Tensor
 
 from pkmlm.cost import cost_of
 from pkmlm.device import autocast
-from pkmlm.memory import values
+from pkmlm.memory import table as table_module
+from pkmlm.memory.flat_key.layer import FlatKeyMemory
 from pkmlm.memory.init import initialise
-from pkmlm.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
-from pkmlm.memory.peer import PEER
-from pkmlm.memory.values import tables_of
+from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.memory.peer.layer import PEER
+from pkmlm.memory.product_key.layer import ProductKeyMemory
+from pkmlm.memory.table import tables_of
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.train.optim import parameter_groups
@@ -280,7 +282,7 @@ def test_half_precision_reads_copies_of_all_tables(monkeypatch, kind):
     recipe = recipe_of(replace(POOLED, kind=kind, gate="silu", key_norm="rms"))
     found = []
     for half in (False, True):
-        monkeypatch.setattr(values, "HALF_ON", ("cpu",) if half else ())
+        monkeypatch.setattr(table_module, "HALF_ON", ("cpu",) if half else ())
         model = build_model(recipe, 30)
         parameter_groups(model, recipe)
         with autocast(torch.device("cpu"), "bf16"):

@@ -23,8 +23,8 @@ from pkmlm.evaluate.perplexity import windows
 from pkmlm.measure.counters import ReadListener
 from pkmlm.measure.ngrams import NGrams, collisions
 from pkmlm.memory.base import memories, usage_taps
-from pkmlm.memory.ngram import NGramIds, NGramMemory, Past, gate_of
-from pkmlm.memory.values import table_ranks
+from pkmlm.memory.ngram.layer import NGramIds, NGramMemory, Past, gate_of
+from pkmlm.memory.table import table_ranks
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.load import load_recipe

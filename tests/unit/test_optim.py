@@ -9,9 +9,9 @@ import torch
 
 from pkmlm.device import autocast
 from pkmlm.distributed import ProcessGroups
-from pkmlm.memory import values as values_module
+from pkmlm.memory import table as values_module
 from pkmlm.memory.row_adam import RowAdam, RowSGD
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, NGram, Optim, Recipe, TablesOptim, Train, ValuesOptim
 from pkmlm.train.lr_schedule import LrSchedule

@@ -21,7 +21,7 @@ from pkmlm.measure.counters import ReadListener
 from pkmlm.measure.probe import PROBES, Means, Probes, Reader, Text, groups_of, intervals, partners, probe_run
 from pkmlm.memory.base import SparseMemory, UsageTap, memories
 from pkmlm.memory.init import initialise
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 
 TEXTS = [
     "It was a dark night.\n",

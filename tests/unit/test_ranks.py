@@ -14,7 +14,7 @@ from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.launched import init_distributed
 from pkmlm.memory import init
-from pkmlm.memory.values import _Collective
+from pkmlm.memory.table import _Collective
 from pkmlm.recipe.constraints import check_ranks, check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
 

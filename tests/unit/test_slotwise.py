@@ -18,7 +18,7 @@ from pkmlm.kernels import backend, reference
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.measure.background import Background
 from pkmlm.memory.base import usage_taps
-from pkmlm.memory.values import tables_of
+from pkmlm.memory.table import tables_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.results import read_metrics, write_arrays
 from pkmlm.train.loss_scale import LossScale

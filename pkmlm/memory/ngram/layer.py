@@ -15,7 +15,7 @@ from pkmlm.kernels.matmul import Linear, at_least_fp32
 from pkmlm.memory.base import SparseMemory, Tap, UsageTap, uncompiled
 from pkmlm.memory.init import Constant, Counting, InitSpec, Multipliers
 from pkmlm.memory.query import RMS_EPSILON
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 from pkmlm.recipe.constraints import next_prime
 from pkmlm.recipe.schema import NGram, section
 

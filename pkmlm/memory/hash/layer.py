@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 from pkmlm.kernels import ops
 from pkmlm.kernels.matmul import at_least_fp32, without_autocast
 from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
-from pkmlm.memory.values import Values
+from pkmlm.memory.table import Values
 from pkmlm.recipe.schema import Hash, HashScore, section
 
 LIKE_LINEAR_STD = 0.02

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import gelu, relu
 
-from pkmlm.memory.key_memory import ProductKeyMemory
-from pkmlm.memory.values import Values
+from pkmlm.memory.product_key.layer import ProductKeyMemory
+from pkmlm.memory.table import Values
 from pkmlm.recipe.schema import Expert, Memory, section
 
 EXPERTS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "relu": relu}
