@@ -11,9 +11,9 @@ G = W / M: ranks that hold the same columns; t: tokens of a rank in a step; r: r
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,34 +21,39 @@ from torch import nn
 from pkmlm.kernels.matmul import SCORES
 from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.memory.base import SparseMemory, memories
-from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.spec import MAX_SLOTS, Spec
 from pkmlm.memory.table import Pool
 from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk
-from pkmlm.model.transformer import FFN, Transformer, build_block, build_pool
-from pkmlm.recipe.constraints import MAX_PARAMETERS, MAX_SLOTS, memory_layers
+from pkmlm.model.transformer import FFN, Transformer, build_block, build_pools
+from pkmlm.recipe.constraints import MAX_PARAMETERS
 from pkmlm.recipe.schema import Model, Recipe
 
 
 @dataclass(frozen=True)
 class TableCost:
-    """A table of rows: the values of a memory, or the hash tables of a layer.
+    """A table of rows, as one layer reads it.
 
     Attributes:
-        name: of the layer that reads it: "memory", "ngram", "qkv", "ffn1" or "ffn2".
+        memory: the name of the memory.
         rows, width: its shape.
         reads: rows that one token reads in a layer.
         layers: how many read it: more than one for the table of a pool.
         outputs: sums of rows that one token reads in a layer: one per read for n-gram tables with a gate, otherwise 1.
+        weighted: whether reads have weights, which have a gradient.
+        last: whether what is read is the last that a block's backward pass needs.
     """
 
-    name: str
+    memory: str
     rows: int
     width: int
     reads: int
     layers: int
     outputs: int = 1
+    weighted: bool = True
+    last: bool = False
 
     @property
     def parameters(self) -> int:
@@ -61,7 +66,7 @@ class BlockCost:
 
     Attributes:
         layer: counted from 1.
-        parts: what it is made of, in order: "ngram", "attention" or "qkv", "ffn" or "ffn1" and "ffn2", "memory".
+        parts: what it is made of, in order: "attention", "ffn", and the memories by name.
         dense: parameters that are not in tables.
         keys: dense parameters that are keys of memories; with `parallel.shard`, each rank keeps all of them.
         tables: in the order in which the block reads them.
@@ -70,6 +75,7 @@ class BlockCost:
         paper_flops: what MemoryFormer's block formula gives without attention; None where it does not apply.
         saved: numbers kept for the backward pass, for one token (an estimate).
         scores: scores that a memory's search makes for one query of one head.
+        statistics: numbers whose running statistics a forward renews.
     """
 
     layer: int
@@ -82,6 +88,7 @@ class BlockCost:
     paper_flops: int | None
     saved: int
     scores: int
+    statistics: int
 
     @property
     def memory(self) -> int:
@@ -162,15 +169,15 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
     """
     model = recipe.model
     with torch.device("meta"):
-        pool = build_pool(model)
-    placements = memory_layers(model)
-    built: dict[tuple[bool | None, bool], BlockCost] = {}  # by the memories in it: blocks with the same ones are equal
+        pools = build_pools(model)
+    in_layers = model.memory_places()
+    built: dict[tuple[Any, ...], BlockCost] = {}  # by the memories in it: blocks with the same ones are equal
     blocks = []
     for layer in range(1, model.layers + 1):
-        placement = placements.get(layer), layer in model.ngram.layers
-        if placement not in built:
-            built[placement] = count_block(recipe, layer, pool)
-        blocks.append(replace(built[placement], layer=layer))
+        placed = tuple(in_layers.get(layer, {}).items())
+        if placed not in built:
+            built[placed] = count_block(recipe, vocab_size, layer, pools)
+        blocks.append(replace(built[placed], layer=layer))
     with torch.device("meta"):
         outside = Transformer(model, vocab_size, [])
     dense = sum(parameter.numel() for parameter in outside.parameters()) + sum(block.dense for block in blocks)
@@ -190,54 +197,70 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
 
 
 def tables_of_blocks(blocks: Sequence[BlockCost]) -> list[TableCost]:
-    """The tables of all blocks: first each block's own, then those of the pool, which several blocks read."""
+    """The tables of all blocks: first each block's own, then those that the layers of a memory share."""
     own = [table for block in blocks for table in block.tables if table.layers == 1]
-    pools = [[table for table in block.tables if table.layers > 1] for block in blocks]
-    return own + next(filter(None, pools), [])
+    pools: dict[str, list[TableCost]] = {}
+    for block in blocks:
+        shared = [table for table in block.tables if table.layers > 1]
+        for name in dict.fromkeys(table.memory for table in shared):
+            pools.setdefault(name, [table for table in shared if table.memory == name])
+    return own + [table for pool in pools.values() for table in pool]
 
 
-def count_block(recipe: Recipe, layer: int, pool: Pool | None) -> BlockCost:
+def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str, Pool]) -> BlockCost:
     """Build a block on the meta device, and count what its modules hold and do.
 
     Multiply-adds of a token are one for each weight of the linear maps, and those that the memories report.
     """
-    model, s, d = recipe.model, recipe.model.context, recipe.model.dim
+    model, s = recipe.model, recipe.model.context
     with torch.device("meta"):
-        block = build_block(recipe, layer, micro_batches=1, pool=pool)
+        block = build_block(recipe, vocab_size, layer, micro_batches=1, pools=pools)
     found = memories(block)
+    last = [*memories([*block.parts.values()][-1])][-1:]
     maps = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
     tables = [
-        TableCost(each.tap.name, each.tap.slots, table.width, each.reads, max(1, len(each.tap.pool)), each.outputs)
-        for each in found
-        for table in each.read_tables()
+        TableCost(
+            memory.tap.name,
+            memory.tap.slots,
+            table.width,
+            memory.reads,
+            max(1, len(memory.tap.pool)),
+            memory.outputs,
+            memory.weighted,
+            last == [memory] and not memory.maps_values and table is memory.read_tables()[-1],
+        )
+        for memory in found
+        for table in memory.read_tables()
     ]
     parts: list[str] = []
-    named: list[tuple[str, nn.Module]] = [] if block.ngram is None else [("ngram", block.ngram)]
-    for name, part in (*named, ("attention", block.attention), *block.parts.items()):
-        parts += [memory.tap.name for memory in memories(part)] or [name]
-    hashed = model.projections == "hash"
-    paper = None
-    plain = "memory" not in block.parts and block.ngram is None and model.attention == "softmax"
-    if plain and (hashed or model.ffn_dim in (None, 4 * d)):
-        paper = 6 * s * d * d // model.hash.bits if hashed else 12 * s * d * d
+    for name, part in (*block.before.items(), ("attention", block.attention), *block.parts.items()):
+        parts += [" ".join(filter(None, (memory.tap.name, memory.tap.part))) for memory in memories(part)] or [name]
     return BlockCost(
         layer=layer,
         parts=tuple(parts),
         dense=sum(parameter.numel() for parameter in block.parameters())
         - sum(table.parameters for table in tables if table.layers == 1),
-        keys=sum(
-            parameter.numel()
-            for memory in found
-            if isinstance(memory, KeyMemory)
-            for parameter in memory.parameters(recurse=False)
-        ),
+        keys=sum(keys.numel() for memory in found for keys in memory.key_parameters()),
         tables=tuple(tables),
         flops_without_attention=s * (maps + sum(memory.flops_per_token() for memory in found)),
         attention_flops=attention_flops(model),
-        paper_flops=paper,
+        paper_flops=paper_flops(model, layer),
         saved=saved_per_token(block, model),
         scores=max((memory.scores_per_query for memory in found), default=0),
+        statistics=sum(len(norm.weight) for norm in block.modules() if isinstance(norm, QueryBatchNorm)),
     )
+
+
+def paper_flops(model: Model, layer: int) -> int | None:
+    """Multiply-adds of a block without attention's own, by MemoryFormer's formulas (Ding et al. 2024, sec. 2.3): 12 s
+    d^2 for a dense one, or by that of its one memory. None: there is no formula for it.
+    """
+    names = model.memory_places().get(layer, {})
+    if model.attention != "softmax" or len(names) > 1:
+        return None
+    for name in names:
+        return model.memories[name].paper_flops(model.dim, model.context)
+    return 12 * model.context * model.dim**2 if model.ffn_dim in (None, 4 * model.dim) else None
 
 
 def saved_per_token(module: nn.Module, model: Model) -> int:
@@ -325,30 +348,25 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     tables = tables_of_blocks(blocks)
     parameters = dense + sum(table.parameters for table in tables)
     tokens = train.micro_batch * model.context
-    moving, learnt = (dense if train.only == "all" else 0), learnt_tables(recipe, tables)
+    moving = dense if train.only == "all" else 0
     # Below the first memory, nothing is kept for values alone.
-    below = min(memory_layers(model)) - 1 if train.only == "values" else 0
+    below = min(model.memory_places()) - 1 if train.only == "values" else 0
     saved = [block.saved for block in blocks[below:]]
     in_blocks = len(saved) * model.dim + max(saved) if train.recompute else sum(saved)
     scores = max(block.scores for block in blocks)
     return {
         "weights": (6 if in_half_precision(recipe) else 4) * parameters,
-        "gradients": 4 * moving + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in learnt),
-        "moments": 8 * moving + sum(moment_bytes(recipe, table) for table in learnt),
+        "gradients": 4 * moving + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in tables),
+        "moments": 8 * moving + sum(moment_bytes(recipe, table) for table in tables),
         "activations": tokens * (3 * model.dim + in_blocks) * (2 if in_half_precision(recipe) else 4),
         "logits": 8 * vocab_size * (min(tokens, tokens_of_chunk("cpu", vocab_size)) + model.dim),
         "search": 4 * min(SCORES["cpu"], tokens * scores),
     }
 
 
-def learnt_tables(recipe: Recipe, tables: Sequence[TableCost]) -> list[TableCost]:
-    """The tables that training changes."""
-    return [table for table in tables if recipe.train.only == "all" or table.name == "memory"]
-
-
 def moment_bytes(recipe: Recipe, table: TableCost) -> int:
     """Bytes of what an optimizer keeps for a table."""
-    kept = 0 if table.name == "memory" and recipe.optim.values.optimizer == "row-sgd" else 8
+    kept = 0 if recipe.model.memories[table.memory].table_optim.optimizer == "row-sgd" else 8
     return kept * table.parameters
 
 
@@ -398,7 +416,7 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     weight = 6 if in_half_precision(recipe) else 4  # bytes, with the copy in half precision
     held = dict(cost.training)
     held["weights"] -= weight * elsewhere
-    for table in learnt_tables(recipe, cost.tables):
+    for table in cost.tables:
         held["moments"] -= moment_bytes(recipe, table) - moment_bytes(recipe, table) // table_ranks
         held["gradients"] -= row_gradient_bytes(table, recipe.train.batch_tokens, tokens)
         held["gradients"] += row_gradient_bytes(table, recipe.train.batch_tokens, tokens, table_ranks)
@@ -431,37 +449,35 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     A number takes 2 bytes in bf16 and fp16 (on a GPU), otherwise 4. Left out: some 100 bytes per step for loss, norms
     and stop requests, and what validation and checkpoints send.
     """
-    train, model, memory = recipe.train, recipe.model, recipe.model.memory
+    train = recipe.train
     tokens, groups = train.batch_tokens // ranks, ranks // table_ranks
     number = 2 if in_half_precision(recipe) else 4
-    # If only values train, no gradient reaches the queries of the first memory: reads of its (first) table have none.
-    found = [(block, table) for block in cost.blocks for table in block.tables if table.name == "memory"]
-    fixed = found[0] if train.only == "values" else None
+    # If only tables train, no gradient reaches the queries of the first memory: its reads have none.
+    first = next((block for block in cost.blocks if block.tables), None) if train.only == "values" else None
     reads = gradients = 0
     for block in cost.blocks:
         for table in block.tables:
             # Recomputation stops at the last activation that a backward needs: before the block's last output.
-            ngram = table.name == "ngram"  # read before attention, with weights of 1, which have no gradient
-            last = table is block.tables[-1] and not ngram and not (table.name == "memory" and model.maps_values)
-            passes = 2 if train.recompute and not last else 1
+            passes = 2 if train.recompute and not table.last else 1
             outputs = (1 + passes) * table.outputs * table.width * number // table_ranks
-            numbers = (20 if train.recompute else 12) - 4 * (ngram or (block, table) == fixed)
+            fixed = block is first and table is block.tables[0]
+            numbers = (20 if train.recompute else 12) - 4 * (fixed or not table.weighted)
             reads += tokens * (table_ranks - 1) * (numbers * table.reads + outputs)
-    for table in learnt_tables(recipe, cost.tables):
+    for table in cost.tables:
         read_by, columns = table.layers * table_ranks * tokens * table.outputs, table.width // table_ranks
         reads_of_one = table.reads // table.outputs
         gradients += min(exchange_bytes(read_by, reads_of_one, table.rows, columns, number, ranks=groups))
-        if recipe.finetune.slots != "all" and table.name == "memory":
+        if recipe.finetune.slots != "all":
             gradients += 2 * (ranks - 1) * 8 * table.rows // ranks
     in_blocks, outside = shardable(cost) if recipe.parallel.shard else (0, 0)
     learns = recipe.train.only == "all"
     fetched = recipe.micro_batches(ranks) * ((2 + learns) * in_blocks + (1 + learns) * outside)
     statistics = 0
-    if memory.query_norm == "batch" and learns:
-        features = 2 * 4 * memory.heads * memory.key_dim
+    if learns:
+        features = 2 * 4 * sum(block.statistics for block in cost.blocks)
         passes = 2 if train.recompute else 1
         forward = passes * (ranks - 1) * features + 2 * (ranks - 1) * features // ranks
-        statistics = len(memory_layers(model)) * recipe.micro_batches(ranks) * forward
+        statistics = recipe.micro_batches(ranks) * forward
     return {
         "dense": 4 * (ranks - 1) * (2 * learns * (cost.dense - in_blocks - outside) + fetched) // ranks,
         "reads": reads,
@@ -470,18 +486,41 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     }
 
 
-def most_keys(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, device_bytes: int) -> int | None:
-    """The largest `model.memory.num_keys` with which training fits into `device_bytes` on a rank; 0 if none does.
+class Largest(NamedTuple):
+    """The largest memory that fits.
 
-    None if the recipe has no memory of keys and values.
+    Attributes:
+        memory: its name.
+        num_keys: its sub-keys of a half; 0: none fits.
+        slots: their square.
+        entries: of its tables.
     """
-    if recipe.model.memory.kind == "none":
+
+    memory: str
+    num_keys: int
+    slots: int
+    entries: int
+
+
+def largest_memory(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, device_bytes: int) -> Largest | None:
+    """The most sub-keys of the recipe's first memory that has some with which training fits into `device_bytes` on a
+    rank; None: no memory has sub-keys.
+    """
+    model = recipe.model
+    name = next((name for name, memory in model.memories.items() if memory.with_keys(1) is not None), None)
+    if name is None:
         return None
 
+    def sized(num_keys: int) -> Spec:
+        memory = model.memories[name].with_keys(num_keys)
+        assert memory is not None
+        return memory
+
     def too_large(num_keys: int) -> bool:
-        sized = replace(recipe.model.memory, num_keys=num_keys, topk=min(recipe.model.memory.topk, num_keys))
-        larger = replace(recipe, model=replace(recipe.model, memory=sized))
+        larger = replace(recipe, model=replace(model, memories={**model.memories, name: sized(num_keys)}))
         return sum(bytes_held(larger, cost_of(larger, vocab_size), ranks, table_ranks).values()) > device_bytes
 
-    most = math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // recipe.model.dim))
-    return bisect(range(1, most + 1), False, key=too_large)  # how many of 1, 2, ... are not too large
+    most = math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // model.dim))
+    found = bisect(range(1, most + 1), False, key=too_large)  # how many of 1, 2, ... are not too large
+    entries = sum(table.rows * table.width for table in sized(max(found, 1)).tables(model.dim, vocab_size))
+    return Largest(name, found, found**2, entries if found else 0)

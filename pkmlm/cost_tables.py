@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.console import Column, Table, number
-from pkmlm.cost import BlockCost, Cost, bytes_held, bytes_sent, cost_of, divisions, most_keys
+from pkmlm.cost import BlockCost, Cost, bytes_held, bytes_sent, cost_of, divisions, largest_memory
 from pkmlm.data.corpus import FILE, read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.constraints import check_ranks
@@ -60,8 +60,8 @@ def recipe_report(
             "sent_bytes_per_step": {**sent, "total": sum(sent.values())},
         }
         if device_bytes is not None:
-            keys = most_keys(recipe, vocab_size, ranks, memory, device_bytes)
-            entry["largest"] = None if keys is None else {"num_keys": keys, "slots": keys**2}
+            largest = largest_memory(recipe, vocab_size, ranks, memory, device_bytes)
+            entry["largest"] = None if largest is None else largest._asdict()
         entries.append(entry)
     result["world"] = {"ranks": ranks, "device_bytes": device_bytes, "divisions": entries}
     return result, tables + rank_tables(recipe, result["world"])
@@ -102,7 +102,7 @@ def layer_table(recipe: Recipe, cost: Cost) -> Table:
     model = recipe.model
     title = f"{recipe.name}: {model.layers} layers of {model.dim:,}, a sequence of {model.context:,} tokens"
     if any(table.layers > 1 for table in cost.tables):
-        title += "; the memories share one table"
+        title += "; layers share a table"
     return Table(title, columns, rows)
 
 
@@ -130,10 +130,9 @@ def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
         ),
     ]
     if world["device_bytes"] is not None and all(each["largest"] for each in divisions):
-        width = sum(recipe.model.table_widths)
-        sizes = [(each["memory"], each["largest"]["num_keys"], each["largest"]["slots"]) for each in divisions]
-        rows = [(memory, num_keys, slots, slots * width) for memory, num_keys, slots in sizes]
+        rows = [[each["memory"], *([*each["largest"].values()][1:])] for each in divisions]
         columns = [number(name) for name in ("M", "num_keys", "slots", "entries of tables")]
-        title = f"Largest memory that fits, with {world['device_bytes'] / GIGA:,.4g} GB for each rank"
+        name = divisions[0]["largest"]["memory"]
+        title = f"Largest {name} that fits, with {world['device_bytes'] / GIGA:,.4g} GB for each rank"
         tables.append(Table(title, columns, rows))
     return tables

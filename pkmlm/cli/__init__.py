@@ -179,10 +179,10 @@ def key_hint(error: click.NoSuchOption) -> str:
     """A hint on how to set a recipe's keys that end in an unknown option; empty if the command takes no keys."""
     if error.ctx is None or all(parameter.name != "overrides" for parameter in error.ctx.command.params):
         return ""
-    from pkmlm.recipe.schema import Recipe, leaves
+    from pkmlm.recipe.schema import list_keys
 
     name = error.option_name.lstrip("-").replace("-", "_")
-    keys = [key for key, _, _ in leaves(Recipe) if key.rpartition(".")[2] == name]
+    keys = [key.name for key in list_keys() if key.name.rpartition(".")[2] == name]
     return f"set a recipe's key with -s: -s {'=... or -s '.join(keys)}=..." if keys else ""
 
 

@@ -61,7 +61,7 @@ def command(
     Examples:
       pkmlm cost memoryformer/tiny
       pkmlm cost demo -s model.vocab_size=4096 --json
-      pkmlm cost pkm/16-layers -s model.memory.num_keys=1024
+      pkmlm cost pkm/16-layers -s model.memories.pkm.num_keys=1024
       pkmlm cost pkm/16-layers --world 8 --device-memory 80GB
     """
     if world is None and device_memory is not None:
@@ -69,8 +69,7 @@ def command(
 
     from pkmlm.cost_tables import recipe_report
     from pkmlm.recipe.load import load_recipe
-    from pkmlm.recipe.warnings import unused_key_warnings
 
     recipe = load_recipe(recipe_file, overrides)
     result, tables = recipe_report(recipe, recipe_file, int(entry_bytes), world, device_memory)
-    out.show(result, tables, warnings=unused_key_warnings(recipe, recipe_file, overrides))
+    out.show(result, tables)

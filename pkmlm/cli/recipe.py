@@ -52,7 +52,7 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
         try:
             recipe = load_recipe(file, overrides)
             click.echo(printable(f"ok  {file}: {recipe.name}"))
-            for text in warnings(recipe, file, overrides):
+            for text in warnings(recipe):
                 warn(f"{file}: {text}")
         except UserError as error:
             if f" {Path(file)}" not in f" {error.message}":  # the mistake is in an override or in the file's base
@@ -104,7 +104,7 @@ def list_recipes() -> None:
             grids.append([name, keys["title"].value])
         else:
             model = load_recipe(path).model
-            recipes.append([name, model.layers, model.dim, " ".join(model.table_kinds) or "none", model.attention])
+            recipes.append([name, model.layers, model.dim, " ".join(model.kinds) or "none", model.attention])
     columns = [Column("Recipe"), number("Layers"), number("Width"), Column("Memory"), Column("Attention")]
     tables = [Table("", columns, recipes), Table("", [Column("Grid"), Column("Table")], grids)]
     click.echo("\n".join(table.render() for table in tables), nl=False)

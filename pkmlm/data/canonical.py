@@ -1,6 +1,6 @@
 """Canonical ids: tokens that are the same word to a reader, such as "The", " the" and "thé", share one.
 
-N-gram memories look rows up by them (Cheng et al. 2026, arXiv 2601.07372, sec. 2.2).
+Memories look rows up by them (Cheng et al. 2026, arXiv 2601.07372, sec. 2.2).
 
 V: rows of the embedding.
 """
@@ -80,6 +80,6 @@ def canonical_text(text: str) -> str:
     return " ".join(bare.split()) or " " * bool(bare)
 
 
-def canonical_sha256(ids_V: "np.ndarray | torch.Tensor") -> str:
-    """The sha256 of a map of canonical ids, as little-endian int64."""
+def ids_sha256(ids_V: "np.ndarray | torch.Tensor") -> str:
+    """The sha256 of a map of ids, as little-endian int64."""
     return hashlib.sha256(np.asarray(ids_V).astype("<i8").tobytes()).hexdigest()

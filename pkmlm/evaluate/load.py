@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pkmlm.data.canonical import canonical_sha256
+from pkmlm.data.canonical import ids_sha256
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import check_device, default_device, is_finite
 from pkmlm.distributed import World
@@ -126,10 +126,10 @@ def load_run(
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
         raise UserError(message, "copy it again from the tokens that the run was trained on", exit_code=1)
     tokenizer = Tokenizer.load(run.tokenizer_file)
-    found = model.ngram_ids
-    if found is not None and canonical_sha256(found.canonical_V.cpu()) != progress.data.get("canonical"):
-        message = f"{run.checkpoint(number)}: its canonical ids are not those that the run was trained with"
-        raise UserError(message, "copy the run's folder again", exit_code=1)
+    for ids, found in model.token_ids.items():
+        if ids_sha256(found.get_buffer("ids_V").cpu()) != progress.data.get(ids):
+            message = f"{run.checkpoint(number)}: its {ids} ids of tokens are not those that the run was trained with"
+            raise UserError(message, "copy the run's folder again", exit_code=1)
     check_values(model, run.checkpoint(number))
     frozen = model.eval().requires_grad_(False)
     return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, digest, data=progress.data)
@@ -157,6 +157,6 @@ def check_values(model: LanguageModel, path: Path) -> None:
             message = f"{path}: {name} holds numbers that training cannot produce"
             raise UserError(message, "evaluate another step, or train again", exit_code=1)
     for name, ids in model.named_buffers():
-        limit = {"canonical_V": len(ids), "multipliers_HG": 2**32}.get(name.rpartition(".")[2])
+        limit = {"ids_V": len(ids), "multipliers_HG": 2**32}.get(name.rpartition(".")[2])
         if limit is not None and not bool(((ids >= 0) & (ids < limit)).all()):  # rows would lie beyond the table
             raise UserError(f"{path}: {name} holds numbers that training cannot produce", "copy it again", exit_code=1)

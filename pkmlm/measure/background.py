@@ -142,7 +142,7 @@ def count_background(
     if choice.text is None and choice.split is None:
         choice = choice._replace(split="train")
     documents, model = chosen_documents(choice, loaded), loaded.model
-    if not any(table.group == "values" for table in tables_of(model).values()):
+    if not tables_of(model):
         message = f"the model of {run.path} has no memory with a table of values"
         hint = "give a run with product keys, flat keys or PEER: slot-wise fine-tuning trains their values"
         raise UserError(message, hint)

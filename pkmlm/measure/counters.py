@@ -155,11 +155,13 @@ class _Counter:
         own = (self.counts, self.masses, self.squares_H, self.common_HH, self.spread_3, self.weighing_H)
         counts, masses, squares_H, common_HH, spread_3, weighing_H = (world.all_sum(x.cpu().clone()) for x in own)
         if not bool(masses.isfinite().all()):
-            where = f"the {tap.name} of layer {tap.layer}"
-            raise UserError(f"{where} reads with weights that are not finite", "use an earlier checkpoint: --step N")
+            raise UserError(
+                f"{tap.label} reads with weights that are not finite", "use an earlier checkpoint: --step N"
+            )
         return MemoryUsage(
             layer=tap.layer,
             name=tap.name,
+            part=tap.part,
             kind=tap.kind,
             tokens=tokens,
             counts_HK=counts.view(tap.heads, -1).numpy(),
@@ -173,15 +175,14 @@ class _Counter:
 
 
 class RowCounters(ReadListener):
-    """Counts how often each row of a model's tables of values is read while the `with` block runs.
+    """Counts how often each row of a model's tables is read while the `with` block runs.
 
     Args:
         model: any module with memories in it; one table counts the reads of all memories that share it.
     """
 
     def __init__(self, model: Modules):
-        found = tables_of(model).items()
-        paths = {table: path.removesuffix(".weight_KD") for path, table in found if table.group == "values"}
+        paths = {table: path.removesuffix(".weight_KD") for path, table in tables_of(model).items()}
         self._reads = {
             path: torch.zeros(len(table.weight_KD), dtype=torch.int64, device=table.weight_KD.device)
             for table, path in paths.items()
@@ -190,7 +191,6 @@ class RowCounters(ReadListener):
             (memory.tap, partial(self._add, self._reads[paths[table]]))
             for memory in memories(model)
             for table in memory.read_tables()
-            if table in paths
         )
 
     def _add(self, reads_K: Tensor, slots_NHk: Tensor, weights_NHk: Tensor) -> None:

@@ -46,6 +46,7 @@ class MemoryUsage:
 
     layer: int
     name: str
+    part: str
     kind: str
     tokens: int
     counts_HK: NDArray[np.int64]

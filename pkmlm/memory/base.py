@@ -12,7 +12,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pkmlm.memory.address import Addresses
 from pkmlm.memory.init import initialise
+from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import Modules, Values
 
 Layer = TypeVar("Layer")
@@ -55,10 +57,11 @@ class UsageTap(Tap):
 
     Attributes:
         layer: the block, counted from 1.
-        name: "memory"; "ngram"; for hash layers "qkv", "ffn1" and "ffn2", or "hash" outside of this package's models.
-        kind: of the memory: "product-key", "flat-key", "peer", "hash" or "ngram".
-        slots: rows of the memory's table; of all tables together for hash layers.
+        name: of the memory, in the recipe.
+        kind: of the memory.
+        addresses: how its slots are called; there are as many as rows of its table, or of all its tables together.
         heads: memory heads, or tables.
+        part: which of the memory's layers in the block it is; empty: the only one.
         shared: whether all heads read the same slots. Otherwise each has its own table: head h has the rows from
             h * slots / heads up to (h + 1) * slots / heads.
         residual: whether what the memory makes of its rows is added to the residual stream.
@@ -70,16 +73,23 @@ class UsageTap(Tap):
         layer: int,
         name: str,
         kind: str,
-        slots: int,
+        addresses: Addresses,
         heads: int,
         *,
+        part: str = "",
         shared: bool = True,
         residual: bool = True,
         pool: tuple[int, ...] = (),
     ):
         super().__init__()
-        self.layer, self.name, self.kind, self.slots, self.heads = layer, name, kind, slots, heads
+        self.layer, self.name, self.part, self.kind = layer, name, part, kind
+        self.addresses, self.slots, self.heads = addresses, addresses.slots, heads
         self.shared, self.residual, self.pool = shared, residual, pool
+
+    @property
+    def label(self) -> str:
+        """The memory's name in reports: "layer 3 facts", "layer 2 tables qkv"."""
+        return " ".join(filter(None, (f"layer {self.layer}", self.name, self.part)))
 
     def forward(self, slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor]:
         """Slots read (int64, below `slots`) and their weights (floating), unchanged.
@@ -93,11 +103,11 @@ class UsageTap(Tap):
 class SparseMemory(nn.Module, ABC):
     """A layer that reads a few rows of a large table for each token.
 
-    The model's cost, the usage counters and the optimizer look only at what a memory defines here: its reads go through
-    `tap`; its rows are the `values`, which state the parameter group that they train in. Its constructor ends with
-    `reset_parameters`, so that a layer made by hand is ready to use.
+    The model, its cost, the usage counters, reports and the optimizer look only at what a memory defines here. Its
+    reads go through `tap`; its constructor ends with `reset_parameters`, so that a layer made by hand is ready to use.
 
     Attributes:
+        spec: the keys that it was made from.
         tap: sees the slots and weights of all reads.
         values: the table.
         reads: rows that one token reads, of each table.
@@ -105,8 +115,11 @@ class SparseMemory(nn.Module, ABC):
         weighted: whether reads have weights of their own; otherwise each weighs 1.
         scores_per_query: scores that a search for slots computes for one query of one head; 0: it does not search.
         sign: the sign of the factor by which the layer's output reaches the residual stream, 1 or -1.
+        stream: what stands for the memory in the names of the random streams of its initial weights, within a block.
+        orders: for each table, how many tokens choose its row; empty: the stream does.
     """
 
+    spec: Spec
     tap: UsageTap
     values: Values
     reads: int
@@ -114,6 +127,8 @@ class SparseMemory(nn.Module, ABC):
     weighted: bool = True
     scores_per_query: int = 0
     sign: float = 1.0
+    stream: str = ""
+    orders: tuple[int, ...] = ()
 
     def reset_parameters(self) -> None:
         """Draw all weights from torch's generator (`torch.manual_seed`).
@@ -127,6 +142,23 @@ class SparseMemory(nn.Module, ABC):
     def read_tables(self) -> list[Values]:
         """The tables that it reads, in order, including those of a pool, which the model owns."""
         return [self.values]
+
+    @property
+    def maps_values(self) -> bool:
+        """Whether there is a map between its values and the residual stream."""
+        return False
+
+    def key_parameters(self) -> list[nn.Parameter]:
+        """The keys that queries are compared with, if it has some."""
+        return []
+
+    def rows_of(self, ids_BTG: Tensor) -> Tensor:
+        """The rows that tokens read (B, T, H), from the ids of the tokens that they see, where `orders` is not empty.
+
+        Args:
+            ids_BTG: as in `pkmlm.memory.tokens.Past`.
+        """
+        raise NotImplementedError
 
     @property
     def gated(self) -> bool:

@@ -1,11 +1,12 @@
 """Initial values: each module states them, one function fills them in.
 
-Every parameter and buffer has a random stream of its own, named by its path in the model. The numbers therefore depend
-on the seed and the path alone: not on the device (meta included), the order of construction, or what else the model
-holds.
+Every parameter and buffer has a random stream of its own, named by its path in the model, in which a memory is called
+by its place and not by its name. The numbers depend on the seed and this path alone: not on the device (meta included),
+the order of construction, or what else the model holds.
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -80,20 +81,24 @@ def init_spec_of(module: nn.Module) -> dict[str, InitSpec]:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
+def initialise(model: nn.Module, seed: int, streams: Mapping[str, str] | None = None) -> None:
     """Fill every parameter and buffer of a model.
 
     Args:
         model: its tensors must have storage.
         seed: any integer; for a recipe's model, its `train.seed`.
+        streams: paths of modules -> what stands for them in the names of their random streams, and of those within.
 
     Raises:
         KeyError: a module owns a tensor for which it states no initial value (a programming error).
     """
+    named: dict[str, str] = {}
     for path, module in model.named_modules():
         stated = init_spec_of(module)
+        above, dot, last = path.rpartition(".")
+        named[path] = (streams or {}).get(path, f"{named.get(above, '')}{dot}{last}")
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            random = generator(seed, "initial", f"{path}.{name}")
+            random = generator(seed, "initial", f"{named[path]}.{name}")
             with torch.device("cpu"):  # the generator's, whatever torch's default device
                 match stated[name]:
                     case Constant(value):

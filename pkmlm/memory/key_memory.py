@@ -8,7 +8,7 @@ slots; S: some of them.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,10 @@ from pkmlm.kernels import ops
 from pkmlm.kernels.matmul import Linear, at_least_fp32, linear, without_autocast
 from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.memory.init import Constant, InitSpec, Uniform
+from pkmlm.memory.key_spec import Gate, KeyNorm, KeySpec, QueryMap, QueryNorm, Scores
 from pkmlm.memory.query import RMS_EPSILON, Query
 from pkmlm.memory.table import Pool, Values
-from pkmlm.recipe.schema import Gate, KeyNorm, Memory, QueryMap, QueryNorm, Scores, section
 
-Kind = Literal["product-key", "flat-key", "peer"]
 WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": ops.softmax,
     "relu": relu,
@@ -40,8 +39,9 @@ class KeyMemory(SparseMemory):
     (Berges et al. 2024). W1 and W2 start at N(0, 1/D), their biases at 0.
     """
 
-    kind: ClassVar[Kind]
-    spec: Memory  # the recipe's section with these arguments
+    stream = "parts.memory"
+    spec_class: ClassVar[type[KeySpec]]
+    spec: KeySpec
     saved_per_read: ClassVar[int]  # numbers of 4 bytes: a weight, and indices of 8 bytes
 
     def __init__(
@@ -60,7 +60,9 @@ class KeyMemory(SparseMemory):
         gate: Gate = "none",
         pool: Pool | None = None,
         layer: int = 1,
+        name: str = "memory",
         momentum: float = 0.1,
+        **others: Any,
     ):
         """A memory that maps (..., dim) to (..., dim), drawn from torch's generator (`torch.manual_seed`).
 
@@ -80,8 +82,9 @@ class KeyMemory(SparseMemory):
             value_dim: width of a value (V); None: `dim`.
             gate: "silu" multiplies the sum of the values, entry by entry, by silu(W1 x); "none" does not.
             pool: tables to read, made by `new_tables` and owned by another module; None: the memory has its own.
-            layer: the block that it is in, counted from 1, for the usage report.
+            layer, name: the block that it is in, counted from 1, and what it is called there, for reports.
             momentum: weight of one forward in the running statistics of "batch", 0 to 1.
+            others: further keys of the kind.
 
         Raises:
             ValueError: an argument is out of its range or not one of the choices, or sizes do not match.
@@ -91,9 +94,7 @@ class KeyMemory(SparseMemory):
             raise ValueError(f"dim: found {dim} (expected 1 or more)")
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum: found {momentum} (expected 0 to 1)")
-        memory = section(
-            Memory,
-            kind=self.kind,
+        memory = self.spec = self.spec_class(
             num_keys=num_keys,
             heads=heads,
             topk=topk,
@@ -104,17 +105,17 @@ class KeyMemory(SparseMemory):
             scores=scores,
             value_dim=value_dim,
             gate=gate,
+            **others,
         )
-        if topk > memory.key_rows:
-            raise ValueError(f"topk: found {topk} (expected at most {memory.key_rows}, the keys to choose from)")
+        memory.check(dim)
         width = value_dim or dim
-        self.dim, self.spec = dim, memory
+        self.dim = dim
         self.topk, self.scores = topk, scores
         self.reads = heads * topk
-        self.scores_per_query = memory.key_rows * (2 if memory.halved else 1)
+        self.scores_per_query = memory.scores_per_query
         self.query = Query(dim, memory, momentum)
         layers = () if pool is None else pool.layers
-        self.tap = UsageTap(layer, "memory", self.kind, memory.slots, heads, pool=layers)
+        self.tap = UsageTap(layer, name, memory.kind, memory.addresses, heads, pool=layers)
         if pool is None:
             for name, table in self.new_tables(dim, memory).items():
                 self.add_module(name, table)
@@ -132,15 +133,22 @@ class KeyMemory(SparseMemory):
         self.reset_parameters()
 
     @classmethod
-    def new_tables(cls, dim: int, memory: Memory) -> dict[str, Values]:
+    def new_tables(cls, dim: int, memory: KeySpec) -> dict[str, Values]:
         """The tables of a memory, or of several, by the names of their attributes, without initial weights."""
         width = memory.value_dim or dim
         share = 1 if memory.scores == "softmax" else 1 / memory.topk
-        return {"values": Values(memory.slots, width, std=share * width**-0.5, group="values")}
+        return {"values": Values(memory.slots, width, std=share * width**-0.5)}
 
     @abstractmethod
-    def make_keys(self, memory: Memory) -> None:
+    def make_keys(self, memory: KeySpec) -> None:
         """Make the parameters of the keys: the only ones that this module holds itself, not in a submodule."""
+
+    @property
+    def maps_values(self) -> bool:
+        return self.output is not None
+
+    def key_parameters(self) -> list[nn.Parameter]:
+        return [*self.parameters(recurse=False)]
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {name: Uniform(keys_f.shape[-1] ** -0.5) for name, keys_f in self.named_parameters(recurse=False)}
@@ -177,7 +185,7 @@ class KeyMemory(SparseMemory):
 
     def flops_per_token(self) -> int:
         """Scores of all keys, and the weighted sum of the values (Lample et al. 2019, sec. 3.2)."""
-        keys = sum(parameter.numel() for parameter in self.parameters(recurse=False))
+        keys = sum(keys.numel() for keys in self.key_parameters())
         return keys + self.reads * sum(table.width for table in self.read_tables())
 
     def saved_per_token(self) -> int:

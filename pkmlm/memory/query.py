@@ -14,7 +14,7 @@ from torch.nn.functional import batch_norm
 from pkmlm.distributed import World
 from pkmlm.kernels.matmul import Linear, at_least_fp32, without_autocast
 from pkmlm.memory.init import Constant, InitSpec
-from pkmlm.recipe.schema import Memory
+from pkmlm.memory.key_spec import KeySpec
 
 EPSILON = 1e-5  # of the batch normalisation
 RMS_EPSILON = 1e-6
@@ -28,11 +28,11 @@ class Query(nn.Module):
 
     Args:
         dim: model width.
-        memory: the recipe's section: its `query`, `query_norm`, `heads` and `key_dim`.
+        memory: its `query`, `query_norm`, `heads` and `key_dim`.
         momentum: of the batch normalisation's running statistics, for one forward.
     """
 
-    def __init__(self, dim: int, memory: Memory, momentum: float):
+    def __init__(self, dim: int, memory: KeySpec, momentum: float):
         super().__init__()
         self.heads, self.key_dim = memory.heads, memory.key_dim
         features = memory.heads * memory.key_dim

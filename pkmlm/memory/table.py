@@ -29,7 +29,6 @@ class Values(nn.Module):
     Args:
         rows, width: shape of the table.
         std: standard deviation of its initial entries, which are normal.
-        group: the parameter group that it trains in: "values", "tables" or "ngram" (`pkmlm.train.optim`).
 
     Attributes:
         weight_KD: the table (fp32), or this rank's columns of it; None: it is held in few bits.
@@ -42,14 +41,14 @@ class Values(nn.Module):
         ranks: those that divide the table's columns among them, in their order.
     """
 
-    def __init__(self, rows: int, width: int, *, std: float, group: str):
+    def __init__(self, rows: int, width: int, *, std: float):
         super().__init__()
         self.weight_KD = nn.Parameter(torch.empty(rows, width))
         self.codes_KC: Tensor | None
         self.scale_K: Tensor | None
         self.register_buffer("codes_KC", None)
         self.register_buffer("scale_K", None)
-        self.width, self.std, self.group = width, std, group
+        self.width, self.std = width, std
         self.gradient: RowGradient | None = None
         self.copy_KD: Tensor | None = None
         self._copied = -1

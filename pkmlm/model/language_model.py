@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from pkmlm.memory.ngram.layer import NGramIds
 from pkmlm.memory.table import Modules
 from pkmlm.model.attention import AttentionLayout, KVCache
 
@@ -23,7 +22,7 @@ class LanguageModel(Modules, Protocol):
         embedding: of the tokens.
         blocks: from the first to the last.
         norm: the last, whose output the head reads.
-        ngram_ids: finds what n-gram memories need to know about the tokens; None: there are no n-gram memories.
+        token_ids: what memories need to know about the tokens, by the ids that they ask for: "canonical", "plain".
     """
 
     context: int
@@ -38,7 +37,7 @@ class LanguageModel(Modules, Protocol):
     def norm(self) -> nn.Module: ...
 
     @property
-    def ngram_ids(self) -> NGramIds | None: ...
+    def token_ids(self) -> nn.ModuleDict: ...
 
     def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None, layout: AttentionLayout | None = None) -> Tensor:
         """The final norm's output (B, T, D), from tokens (int64) and a cache of those before; a model may refuse a

@@ -3,7 +3,8 @@
 B: sequences; T: positions; D: model width; V: vocabulary; C: positions of the context; w: rotated pairs of a head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +13,18 @@ from torch.nn.functional import gelu, relu
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import memory_errors
 from pkmlm.kernels.matmul import Linear, linear
-from pkmlm.memory.flat_key.layer import FlatKeyMemory
-from pkmlm.memory.hash.layer import HashLayer, MemoryBlock
+from pkmlm.memory.base import SparseMemory
 from pkmlm.memory.init import initialise, linear_std
-from pkmlm.memory.key_memory import KeyMemory
-from pkmlm.memory.ngram.layer import NGramIds, NGramMemory, Past
-from pkmlm.memory.peer.layer import PEER
-from pkmlm.memory.product_key.layer import ProductKeyMemory
 from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.spec import Lookback, Place, Site
 from pkmlm.memory.table import Pool, Values, tables_of
+from pkmlm.memory.tokens import Past, TokenIds
 from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
 from pkmlm.model.loss import summed_loss
-from pkmlm.recipe.constraints import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
-KEY_MEMORIES: dict[str, type[KeyMemory]] = {each.kind: each for each in (ProductKeyMemory, FlatKeyMemory, PEER)}
+Pasts = dict[str, Past]  # by the ids that a memory asks for: "canonical", "plain"
 
 
 class FFN(nn.Module):
@@ -52,24 +49,29 @@ class FFN(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then `parts`: an FFN, a Memory Block, a memory, or an FFN with a memory beside it.
+    """Attention, then `parts`: an FFN or a memory in its place, and memories beside it.
 
     sequential: z = x + attention(norm(x)), y = z + parts(norm(z)); parallel: y = x + attention(norm(x)) +
-    parts(norm(x)). Before all of this, an n-gram memory adds to x.
+    parts(norm(x)). Before all of this, each memory of `before` adds to x.
     The residual stream itself is never normalised (MemoryFormer's eq. 15 as its released code reads it).
 
     Args:
         model: the recipe's section: its `dim`, `residual` and `dropout`.
         attention: maps the normalised stream (B, T, D) to what is added to it.
-        parts: each maps (B, T, D) to (B, T, D); by name, "ffn" and "memory".
-        ngram: the n-gram memory; None: there is none.
+        parts: each maps (B, T, D) to (B, T, D); by name: "ffn", and the memories.
+        before: memories that are added to the stream before attention, by name; they look rows up by the tokens.
     """
 
     def __init__(
-        self, model: Model, attention: Attention, parts: dict[str, nn.Module], ngram: NGramMemory | None = None
+        self,
+        model: Model,
+        attention: Attention,
+        parts: dict[str, nn.Module],
+        before: dict[str, SparseMemory] | None = None,
     ):
         super().__init__()
-        self.ngram = ngram
+        self.before = nn.ModuleDict(before)
+        self.ids = {name: memory.spec.lookback.ids for name, memory in (before or {}).items() if memory.spec.lookback}
         self.parallel = model.residual == "parallel"
         self.attention_norm = nn.LayerNorm(model.dim)
         self.attention = attention
@@ -83,22 +85,22 @@ class Block(nn.Module):
         cos_sin: tuple[Tensor, Tensor] | None,
         cache: KVCache | None,
         layout: AttentionLayout | None = None,
-        past: Past | None = None,
+        pasts: Pasts | None = None,
     ) -> Tensor:
         """The residual stream after the block (B, T, D), from that before it.
 
         Args:
-            past: the tokens that each token sees before it, which an n-gram memory needs.
+            pasts: the tokens that each token sees before it, which memories before attention need.
 
         The others are those of `Attention.forward`.
 
         Raises:
-            ValueError: the block has an n-gram memory, and `past` is None.
+            ValueError: the block has a memory that needs `pasts`, and it is None.
         """
-        if self.ngram is not None:
-            if past is None:
-                raise ValueError("an n-gram memory needs `past`, the tokens before each token")
-            x_BTD = x_BTD + self.dropout(self.ngram(x_BTD, past))
+        for name, memory in self.before.items():
+            if not pasts:
+                raise ValueError("a memory of this block needs `pasts`, the tokens before each token")
+            x_BTD = x_BTD + self.dropout(memory(x_BTD, pasts[self.ids[name]]))
         z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_sin, cache, layout))
         h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
         for part in self.parts.values():
@@ -113,13 +115,13 @@ class Transformer(nn.Module):
         model: the recipe's section.
         vocab_size: rows of the embedding (V).
         blocks: the blocks, from the first to the last.
-        pool: the tables that their memories share; None: each has its own.
+        pools: the tables that the layers of a memory share, by its name.
 
     Attributes:
-        ngram_ids: finds what n-gram memories need to know about the tokens; None: there are no n-gram memories.
+        token_ids: what memories need to know about the tokens, by the ids that they ask for: "canonical", "plain".
     """
 
-    def __init__(self, model: Model, vocab_size: int, blocks: list[Block], pool: Pool | None = None):
+    def __init__(self, model: Model, vocab_size: int, blocks: list[Block], pools: dict[str, Pool] | None = None):
         super().__init__()
         self.context = model.context
         self.rotary_width = model.rotary_width if model.positions == "rotary" else 0
@@ -127,8 +129,8 @@ class Transformer(nn.Module):
         self.positions = uninitialized_embedding(model.context, model.dim) if model.positions == "learned" else None
         self.dropout = nn.Dropout(model.dropout)
         self.blocks = nn.ModuleList(blocks)
-        self.pool = pool
-        self.ngram_ids = NGramIds(vocab_size, model.ngram) if model.ngram.layers else None
+        self.pools = nn.ModuleDict({memory_key(name): pool for name, pool in (pools or {}).items()})
+        self.token_ids = nn.ModuleDict(token_ids(model, vocab_size))
         self.norm = nn.LayerNorm(model.dim)
         self.untied_head = None if model.tie_embeddings else Linear(model.dim, vocab_size, bias=False)
 
@@ -155,9 +157,9 @@ class Transformer(nn.Module):
         if self.rotary_width:
             in_order_T = torch.arange(start, start + length, device=tokens_BT.device)
             cos_sin = rotation(in_order_T if layout is None else layout.positions_BT[:, None], self.rotary_width)
-        past = None if self.ngram_ids is None else self.ngram_ids(tokens_BT, cache, layout)
+        pasts = {name: find(tokens_BT, cache, layout) for name, find in self.token_ids.items()}
         for block in self.blocks:
-            x_BTD = block(x_BTD, cos_sin, cache, layout, past)
+            x_BTD = block(x_BTD, cos_sin, cache, layout, pasts)
         if cache is not None:
             cache.length += length
         return self.norm(x_BTD)
@@ -187,42 +189,66 @@ def uninitialized_embedding(rows: int, dim: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
 
 
-def build_pool(model: Model) -> Pool | None:
-    """The tables that the memories of a model share, without initial weights; None where each has its own."""
-    layers = tuple(memory_layers(model))
-    if not model.memory.share_values or len(layers) < 2:
-        return None
-    return Pool(KEY_MEMORIES[model.memory.kind].new_tables(model.dim, model.memory), layers)
+def memory_key(name: str) -> str:
+    """What modules call a memory of that name: torch refuses names that modules have themselves, such as "half"."""
+    return f"memory_{name}"
 
 
-def build_block(recipe: Recipe, layer: int, micro_batches: int, pool: Pool | None) -> Block:
+def token_ids(model: Model, vocab_size: int) -> dict[str, TokenIds]:
+    """What the memories of a model need to know about the tokens, by the ids that they ask for."""
+    asked: dict[str, list[Lookback]] = {}
+    for memory in model.memories.values():
+        if (lookback := memory.lookback) is not None:
+            asked.setdefault(lookback.ids, []).append(lookback)
+    return {ids: TokenIds(vocab_size, lookbacks) for ids, lookbacks in asked.items()}
+
+
+def build_pools(model: Model) -> dict[str, Pool]:
+    """The tables that the layers of each memory share, without initial weights, by its name."""
+    found = {
+        name: memory.new_pool(model.dim, tuple(memory.layer_places(model.layers)))
+        for name, memory in model.memories.items()
+    }
+    return {name: pool for name, pool in found.items() if pool is not None}
+
+
+def build_block(recipe: Recipe, vocab_size: int, layer: int, micro_batches: int, pools: Mapping[str, Pool]) -> Block:
     """A block of a recipe's model, without initial weights.
 
     Args:
         recipe: its `model` section is read.
+        vocab_size: rows of the embedding.
         layer: counted from 1.
         micro_batches: forwards of an optimizer step, over which batch-normalised queries take their momentum.
-        pool: of `build_pool`.
+        pools: of `build_pools`.
     """
     model = recipe.model
     share = (2 * model.layers) ** -0.5
-    hashed = model.projections == "hash"
-    memories = memory_layers(model)
-    parts: dict[str, nn.Module] = {}
-    if layer not in memories or memories[layer]:  # no memory here, or one beside the FFN
-        parts["ffn"] = MemoryBlock(model.dim, model.hash, layer, share) if hashed else FFN(model, share)
-    if layer in memories:
-        momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / micro_batches)
-        kind = KEY_MEMORIES[model.memory.kind]
-        parts["memory"] = kind(model.dim, **model.memory.arguments, pool=pool, layer=layer, momentum=momentum)
+    momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / micro_batches)
+    at: dict[Place, dict[str, Any]] = {"before": {}, "qkv": {}, "ffn": {}, "beside": {}}
+    for name, places in model.memory_places().get(layer, {}).items():
+        site = Site(model.dim, layer, name, vocab_size, share, momentum, pools.get(name))
+        for place, module in model.memories[name].build(site, places).items():
+            at[place][memory_key(name)] = module
     qkv: nn.Module = Linear(model.dim, 3 * model.dim, bias=model.bias)
     out: nn.Module | None = Linear(model.dim, model.dim, model.bias, share * linear_std(model.dim, model.dim))
-    if hashed:
-        spec = model.hash
-        qkv = HashLayer(model.dim, 3 * model.dim, bits=spec.bits, **spec.arguments, layer=layer, name="qkv")
-        out = None
-    ngram = NGramMemory(model.dim, **model.ngram.arguments, layer=layer) if layer in model.ngram.layers else None
-    return Block(model, Attention(model, qkv, out, layer - 1), parts, ngram)
+    for module in at["qkv"].values():
+        qkv, out = module, None
+    parts = {**(at["ffn"] or {"ffn": FFN(model, share)}), **at["beside"]}
+    return Block(model, Attention(model, qkv, out, layer - 1), parts, at["before"])
+
+
+def streams(model: Transformer) -> dict[str, str]:
+    """The random streams of memories' initial weights, by the paths of their modules. They depend on a memory's stream
+    and on how many of the same come before it in its block, not on its name.
+    """
+    found = {f"pools.{name}": f"pool{number or ''}" for number, name in enumerate(model.pools)}
+    for path, module in model.blocks.named_modules(prefix="blocks"):
+        if stream := getattr(module, "stream", ""):
+            whole = f"{'.'.join(path.split('.')[:2])}.{stream}"
+            number = sum(other.rstrip("0123456789") == whole for other in found.values())
+            found[path] = f"{whole}{number or ''}"
+    return found
 
 
 def build_model(
@@ -236,7 +262,7 @@ def build_model(
 ) -> Transformer:
     """The model of a recipe, initialised from its seed; on the meta device, only its shape.
 
-    N-gram memories know no tokenizer yet: to train them, fill `ngram_ids.canonical_V`.
+    Memories that look rows up by the tokens know no tokenizer yet: to train them, fill the `ids_V` of `token_ids`.
 
     A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`).
 
@@ -253,9 +279,9 @@ def build_model(
     """
     with torch.device("meta"):
         micro_batches = recipe.micro_batches(ranks.world.size if ranks else 1)
-        pool = build_pool(recipe.model)
-        blocks = [build_block(recipe, layer, micro_batches, pool) for layer in range(1, recipe.model.layers + 1)]
-        model = Transformer(recipe.model, vocab_size, blocks, pool)
+        pools, layers = build_pools(recipe.model), range(1, recipe.model.layers + 1)
+        blocks = [build_block(recipe, vocab_size, layer, micro_batches, pools) for layer in layers]
+        model = Transformer(recipe.model, vocab_size, blocks, pools)
         if ranks is not None:  # divide the tables, and let batch norms see the tokens of all ranks
             for module in model.modules():
                 if isinstance(module, Values):
@@ -271,5 +297,5 @@ def build_model(
         with memory_errors(message, "`pkmlm cost` shows what a recipe needs"):
             model.to_empty(device=device)
         if init_weights:
-            initialise(model, recipe.train.seed)
+            initialise(model, recipe.train.seed, streams(model))
     return model

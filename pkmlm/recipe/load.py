@@ -6,7 +6,7 @@ Every error names the file, line and column (or the override) and the dotted key
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -15,14 +15,18 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import ValidationError
 
 from pkmlm.errors import UserError
+from pkmlm.memory.registry import SPECS
+from pkmlm.memory.spec import SpecError
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.nodes import Node, parse, parse_override, shorten
-from pkmlm.recipe.schema import Recipe, expectation, leaves, type_text
+from pkmlm.recipe.schema import Memories, Recipe, expectation, key_names, type_text
 from pkmlm.recipe.shipped import find_base, find_recipe, recipe_text
 
 INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
 NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
 MAX_DIGITS = 40
+KEYS_HINT = "`pkmlm recipe keys` explains every key"
+MEMORY_HINT = "give a new memory its kind; drop one of the base recipe with null"
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -109,19 +113,19 @@ def merge(base: Node, over: Node) -> Node:
     return Node(entries, over.place)
 
 
-def bind(node: Node, kind: Any, name: str, places: dict[str, str], root: Any = None) -> Any:
+def bind(node: Node, kind: Any, name: str, places: dict[str, str], known: Sequence[str] = ()) -> Any:
     """Convert a node to a value of a type.
 
     Args:
         kind: a pydantic dataclass, or the type of one of its fields.
         name: the dotted key; "" if `kind` is a complete recipe or grid.
         places: receives the place of every key, and of every item of a list as `key.0`.
-        root: the type of the complete recipe or grid, for the keys to suggest for an unknown one; None: `kind`.
+        known: the dotted keys to choose from where one is unknown; empty: those of `kind`.
 
     Raises:
         UserError: the node is not such a value; names its place and the dotted key.
     """
-    root = root or kind
+    known = known or key_names(kind)
     if name:
         places[name] = node.place
     if NoneType in get_args(kind):
@@ -133,22 +137,24 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str], root: Any = N
             kind = lists[0] if isinstance(node.value, list) else kind
     if kind is Node:
         return node
+    if kind == Memories:
+        return bind_memories(node, name, places)
     if is_dataclass(kind):
-        return bind_section(node, kind, name, places, root)
+        return bind_section(node, kind, name, places, known)
     if node.is_null:
         return None
     args = get_args(kind)
     if get_origin(kind) is dict and isinstance(node.value, dict):
-        return {key: bind(child, args[1], f"{name}.{key}", places, root) for key, child in node.value.items()}
+        return {key: bind(child, args[1], f"{name}.{key}", places, known) for key, child in node.value.items()}
     if get_origin(kind) is tuple:
         any_length = args[-1] is Ellipsis
         if any_length and not isinstance(node.value, list) and (is_dataclass(args[0]) or isinstance(node.value, str)):
-            return (bind(node, args[0], f"{name}.0", places, root),)  # one value stands for a list of one
+            return (bind(node, args[0], f"{name}.0", places, known),)  # one value stands for a list of one
         if not isinstance(node.value, list) or not (any_length or len(node.value) == len(args)):
             raise wrong(node, name, "a list" if any_length else f"a list of {len(args)}")
         kinds = [args[0]] * len(node.value) if any_length else args
         return tuple(
-            bind(item, each, f"{name}.{number}", places, root)
+            bind(item, each, f"{name}.{number}", places, known)
             for number, (item, each) in enumerate(zip(node.value, kinds, strict=True))
         )
     if not isinstance(node.value, str):
@@ -165,9 +171,33 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str], root: Any = N
     return text
 
 
-def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], root: Any) -> Any:
+def bind_memories(node: Node, name: str, places: dict[str, str]) -> dict[str, Any]:
+    """Convert a mapping of names to memories, each to the keys of its kind. What is null is none."""
+    if node.is_null:
+        return {}
+    if not isinstance(node.value, dict):
+        raise wrong(node, name, "names of memories, each with a kind and its keys")
+    memories = {}
+    for memory, child in node.value.items():
+        dotted = f"{name}.{memory}"
+        if child.is_null:
+            continue
+        if not isinstance(child.value, dict):
+            raise wrong(child, dotted, "keys such as kind and layers")
+        kind = child.value.get("kind")
+        if kind is None:
+            raise UserError(f"{child.place}: {dotted}: found no kind (expected kind: {', '.join(SPECS)})", MEMORY_HINT)
+        if not isinstance(kind.value, str) or kind.value not in SPECS:
+            raise wrong(kind, f"{dotted}.kind", ", ".join(SPECS))
+        spec = SPECS[kind.value]
+        memories[memory] = bind(child, spec, dotted, places, key_names(spec, f"{dotted}."))
+    return memories
+
+
+def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], known: Sequence[str]) -> Any:
     """Convert a mapping to a dataclass that has its keys."""
-    hints = get_type_hints(kind)
+    every = get_type_hints(kind)
+    hints = {field.name: every[field.name] for field in fields(kind)}
     entries = {} if node.value == "" and not node.quoted else node.value
     if not isinstance(entries, dict):
         raise wrong(node, name, f"keys such as {', '.join(list(hints)[:3])}")
@@ -175,10 +205,15 @@ def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], root:
     for key, child in entries.items():
         dotted = f"{name}.{key}" if name else key
         if key not in hints:
-            raise unknown_key(child, dotted, list(hints), name, root)
-        values[key] = bind(child, hints[key], dotted, places, root)
+            raise unknown_key(child, dotted, list(hints), name, known)
+        values[key] = bind(child, hints[key], dotted, places, known)
     try:
         return kind(**values)
+    except SpecError as error:
+        at = next((entries[each] for each in (error.key, *error.others) if each in entries), node)
+        raise UserError(
+            f"{at.place}: {name}.{error.key}: {error.found} (expected {error.expected})", KEYS_HINT
+        ) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key, *items = map(str, first["loc"])
@@ -191,9 +226,8 @@ def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], root:
         raise wrong(at, dotted, expectation(first)) from None
 
 
-def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root: Any) -> UserError:
+def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, names: Sequence[str]) -> UserError:
     """The error for an unknown key; suggests the keys of that name in other sections, or else the most similar one."""
-    names = [name for name, _, _ in leaves(root)]
     if any(f"{name}.".startswith(f"{dotted}.") for name in names):
         hint = "write a: {b: ...} for a.b: ..."
         return UserError(f"{node.place}: {dotted}: found a key with dots (expected it nested)", hint)
@@ -206,12 +240,13 @@ def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root
     meant = f" (did you mean {' or '.join(found[:3])}?)" if found else ""
     return UserError(
         f"{node.place}: unknown key {shorten(dotted)}{meant}",
-        f"keys of {section or 'a ' + root.__name__.lower()}: {', '.join(siblings)}",
+        f"keys of {section or 'the file'}: {', '.join(siblings)}",
     )
 
 
 def wrong(node: Node, name: str, expected: str) -> UserError:
     """The error for a node that is not what its key expects."""
     of_a_recipe = name.partition(".")[0] in {section.name for section in fields(Recipe)}
-    hint = "`pkmlm recipe keys` explains every key" if of_a_recipe else ""
-    return UserError(f"{node.place}: {name}: found {node.shown()} (expected {expected})", hint)
+    return UserError(
+        f"{node.place}: {name}: found {node.shown()} (expected {expected})", KEYS_HINT if of_a_recipe else ""
+    )

@@ -151,7 +151,7 @@ def parse_override(text: str) -> Node:
     place = f"-s {shorten(text)}"
     parts = name.strip().split(".")
     if not equals or not all(parts):
-        raise UserError(f"{place}: not of the form key=value", "for example -s model.memory.topk=16")
+        raise UserError(f"{place}: not of the form key=value", "for example -s optim.lr=3e-3")
     value = value.strip()
     node = parse(value, place, lines=False) if value[:1] in tuple("[{'\"") else Node(value, place)
     for part in reversed(parts):

@@ -8,19 +8,19 @@ recipe schema` print what is defined here, and `dump_recipe` writes a recipe out
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter
 from pydantic.dataclasses import dataclass
-from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
-Section = TypeVar("Section")
+from pkmlm.memory.registry import SPECS
+from pkmlm.memory.spec import MAX_INT, Place, Schedule, Section, Spec, TableOptim
+
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 # What a value should be, by the type of pydantic's error.
@@ -39,25 +39,12 @@ EXPECTED = {
     "literal_error": "{expected}",
 }
 
-MAX_INT = 2**31 - 1
 PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_./+-]*|[0-9]+\+|auto:[0-9]+\+?", re.ASCII)
 NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # to other YAML readers
 Size = Annotated[int, Field(ge=1, le=MAX_INT)]
 Steps = Annotated[int, Field(ge=0, le=MAX_INT)]
-Order = Annotated[int, Field(ge=1, le=8)]
-Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
-ValuesSchedule = Literal[Schedule, "relative"]
-Times = Annotated[float, Field(ge=0, le=1000)]
-QueryMap = Literal["linear", "mlp"]
-QueryNorm = Literal["batch", "layer", "rms", "none"]
-KeyNorm = Literal["none", "rms"]
-Scores = Literal["softmax", "relu", "none"]
-Gate = Literal["none", "silu"]
-Expert = Literal["gelu", "relu"]
 SlotScore = Literal["all", "count", "tfidf", "kl"]
-HashScore = Literal["paper", "scaled"]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]  # a larger one is a typo, and would soon overflow
-ValuesRate = Annotated[float, Field(gt=0, le=1e6)]  # plain gradients of values are small
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 WeightDecay = Annotated[float, Field(ge=0, le=1e30)]  # finite in fp32 when multiplied by a learning rate
@@ -65,16 +52,14 @@ Clip = Annotated[float, Field(ge=0)]
 Epsilon = Annotated[float, Field(ge=1e-30)]  # less is 0 in fp32: unread rows would give 0 / 0
 
 
-def one_or_list(item: dict[str, Any]) -> WithJsonSchema:
-    """The JSON Schema of a list that may be given as a single item."""
-    return WithJsonSchema({"anyOf": [item, {"type": "array", "items": item}]})
-
-
-LAYER = {"type": ["integer", "string"], "minimum": 1, "pattern": "^(auto:)?[0-9]{1,9}[+]?$"}
-MemoryLayers = Annotated[tuple[str, ...], one_or_list(LAYER)]
-NGramLayers = Annotated[tuple[Size, ...], one_or_list({"type": "integer", "minimum": 1, "maximum": MAX_INT})]
+LAYERS_SCHEMA = {
+    "anyOf": [
+        {"type": ["integer", "string"], "minimum": 1, "pattern": "^(all|(auto:)?[0-9]{1,9}[+]?)$"},
+        {"type": "array", "items": {"type": ["integer", "string"]}},
+    ]
+}
+Memories = dict[str, Spec]
 Folders = Annotated[tuple[str, ...], Field(min_length=1)]
-Orders = Annotated[tuple[Order, ...], one_or_list({"type": "integer", "minimum": 1, "maximum": 8})]
 
 
 def key(default: Any, text: str, **limits: Any) -> Any:
@@ -94,18 +79,14 @@ def expectation(error: ErrorDetails) -> str:
     return error["msg"] if text is None else text.format(**error.get("ctx", {})).replace("'", "")
 
 
-def section(kind: type[Section], /, **values: Any) -> Section:
-    """A section made from Python values rather than from a file.
-
-    Raises:
-        ValueError: a value has the wrong type, is out of range or not among the choices.
-    """
-    try:
-        return kind(**values)
-    except ValidationError as problem:
-        error = problem.errors(include_url=False)[0]
-        name = ".".join(map(str, error["loc"]))
-        raise ValueError(f"{name}: found {error['input']!r} (expected {expectation(error)})") from None
+def memories_schema() -> dict[str, Any]:
+    """The JSON Schema of `model.memories`: a union by kind; keys that a base recipe gives may be left out."""
+    kinds = [section_schema(spec) for spec in SPECS.values()]
+    for schema, kind in zip(kinds, SPECS, strict=True):
+        schema["properties"]["kind"] = {"const": kind}
+        schema["required"] = ["kind"]
+    inherited = {"type": "object", "not": {"required": ["kind"]}}
+    return {"type": ["object", "null"], "additionalProperties": {"anyOf": [*kinds, inherited, {"type": "null"}]}}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -120,107 +101,6 @@ class Data:
     def folders(self) -> tuple[str, ...]:
         """The folders of tokens: none, one or several."""
         return () if self.dir is None else (self.dir,) if isinstance(self.dir, str) else self.dir
-
-
-@dataclass(frozen=True, config=STRICT)
-class Memory:
-    kind: Literal["none", "product-key", "flat-key", "peer"] = key(
-        "none", "the memory that replaces or accompanies an FFN"
-    )
-    layers: MemoryLayers = key(
-        (),
-        "layers with a memory, counted from 1: 5 replaces the FFN, 5+ adds beside it; auto:2 spreads two evenly",
-    )
-    num_keys: Size = key(512, "sub-keys per half: num_keys^2 slots (flat-key: as many slots, one key each)")
-    heads: Size = key(4, "memory heads; all share the values, each has its own keys and queries")
-    topk: Size = key(32, "slots read per head and token")
-    key_dim: Size = key(512, "width of a query and of a flat key; a sub-key has half of it")
-    query: QueryMap = key(
-        "linear", "the query network: one linear map; or two with a ReLU between them, the first shared by all heads"
-    )
-    query_norm: QueryNorm = key("batch", "normalisation of the queries; batch is that of Lample et al. 2019, table 2")
-    key_norm: KeyNorm = key(
-        "none",
-        "rms: normalise each sub-key and each half of a query, with one learnt gain for sub-keys and one for queries",
-    )
-    scores: Scores = key(
-        "softmax", "how the scores of the best slots become weights; relu and none treat each slot by itself"
-    )
-    share_values: bool = key(False, "one table for the memories of all layers")
-    value_dim: Size | None = key(None, "width of a value; null: dim; another width adds a map back to dim")
-    gate: Gate = key("none", "silu: the output is W2 (m * silu(W1 x)), where m is the weighted sum of values (Memory+)")
-    expert: Expert = key("gelu", "peer: activation of an expert's neuron")
-
-    @property
-    def slots(self) -> int:
-        return self.num_keys**2
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that the layer of this kind takes, by the same names."""
-        others = {"kind", "layers", "share_values"} | ({"expert"} if self.kind != "peer" else set())
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
-
-    @property
-    def key_rows(self) -> int:
-        """Keys of a head, in rows of `key_dim`: two sub-keys, one of each half, fill a row."""
-        return self.num_keys if self.halved else self.slots
-
-    @property
-    def halved(self) -> bool:
-        """Whether slots are pairs of sub-keys, each compared with one half of the query."""
-        return self.kind != "flat-key"
-
-    @property
-    def key_width(self) -> int:
-        """Entries of a key."""
-        return self.key_dim // 2 if self.halved else self.key_dim
-
-
-@dataclass(frozen=True, config=STRICT)
-class NGram:
-    layers: NGramLayers = key((), "layers, counted from 1, before whose attention an n-gram memory is added")
-    orders: Orders = key((2, 3), "n-gram lengths: how many tokens, including the current one, choose a row")
-    heads: Size = key(8, "tables per order, each with its own hash")
-    rows: Size = key(65537, "rows of a table, a prime; 1: the control without a memory")
-    row_dim: Size = key(24, "width of a row; fusion add: dim")
-    fusion: Literal["gate", "add"] = key(
-        "gate",
-        "gate: rows give a value, and the stream decides how much of it is added (Engram); add: rows are added",
-    )
-    conv: bool = key(
-        True, "gate: a causal convolution after the gate, over 4 positions that are the largest order apart"
-    )
-    canonical: bool = key(True, "tokens that differ only in case, accents or surrounding spaces choose the same rows")
-
-    @property
-    def tables(self) -> int:
-        return len(self.orders) * self.heads
-
-    @property
-    def convolves(self) -> bool:
-        return self.fusion == "gate" and self.conv
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that the layer takes, by the same names."""
-        return {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("layers", "canonical")
-        }
-
-
-@dataclass(frozen=True, config=STRICT)
-class Hash:
-    bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows", ge=1, le=16)
-    extra_bits: int = key(2, "additional bits in the second layer of the Memory Block", ge=0, le=15)
-    temperature: float = key(1.0, "temperature t of the score p(z)", ge=1e-30)  # 2 / t must be finite in fp32
-    score: HashScore = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
-    activation: Literal["none", "gelu"] = key("none", "activation between the two layers of the Memory Block")
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that every hash layer takes, by the same names."""
-        return {"temperature": self.temperature, "score": self.score}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -243,7 +123,6 @@ class Model:
         "softmax", "kind of attention; only softmax can generate and be exported"
     )
     attention_options: AttentionOptions = key(AttentionOptions, "sizes of the other kinds of attention")
-    projections: Literal["dense", "hash"] = key("dense", "hash: q, k, v and the FFN become MemoryFormer's hash tables")
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
     ffn_dim: Size | None = key(None, "inner width of the FFN; null: 4 * dim")
     activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
@@ -252,9 +131,9 @@ class Model:
     dropout: Fraction = key(
         0.0, "dropout probability, of embeddings, attention (softmax, linformer) and blocks' outputs"
     )
-    memory: Memory = key(Memory, "a sparsely read memory")
-    hash: Hash = key(Hash, "MemoryFormer's tables (projections: hash)")
-    ngram: NGram = key(NGram, "n-gram memories: rows found by a hash of the last tokens")
+    memories: dict[str, InstanceOf[Spec]] = Field(
+        default_factory=dict, description="sparsely read memories, by name: each has a kind and the keys of that kind"
+    )
 
     @property
     def rotary_width(self) -> int:
@@ -262,75 +141,24 @@ class Model:
         return round(self.rotary_fraction * (self.dim // self.heads))
 
     @property
-    def table_kinds(self) -> list[str]:
-        """What reads rows of tables: "hash" maps, the kind of memory, "ngram" memories; empty in a dense model."""
-        parts = (self.projections, self.memory.kind, "ngram" if self.ngram.layers else "none")
-        return [part for part in parts if part not in ("dense", "none")]
+    def kinds(self) -> list[str]:
+        """The kinds of its memories, each once."""
+        return [*dict.fromkeys(memory.kind for memory in self.memories.values())]
 
-    @property
-    def maps_values(self) -> bool:
-        """Whether there is a map between the values of a memory and the residual stream."""
-        return self.memory.gate != "none" or self.memory.value_dim not in (None, self.dim)
-
-    @property
-    def table_widths(self) -> tuple[int, ...]:
-        """The width of each table of a memory; empty where there is none."""
-        if self.memory.kind == "none":
-            return ()
-        values = self.memory.value_dim or self.dim
-        return (self.dim, values) if self.memory.kind == "peer" else (values,)
-
-
-@dataclass(frozen=True, config=STRICT)
-class ValuesOptim:
-    optimizer: Literal["row-adam", "adam", "row-sgd"] = key(
-        "row-adam",
-        "row-adam updates only the rows that were read; adam all rows; row-sgd those read, without moments",
-    )
-    lr: ValuesRate = key(1e-3, "peak learning rate of the memory values")
-    betas: tuple[Fraction, Fraction] = key((0.9, 0.999), "Adam's decay rates")
-    eps: Epsilon | None = key(None, "Adam's epsilon; null: that of optim")
-    schedule: ValuesSchedule = key(
-        "constant", "learning-rate schedule; relative: that of optim, times a factor (`times`)"
-    )
-    times: tuple[Times, Times] = key((4.0, 1.0), "relative: the factor at the start and at the end")
-    warmup_steps: Steps = key(0, "steps of linear warm-up")
-    final_lr: Share | None = key(None, "final_lr of the values; null: that of optim")
-    weight_decay: WeightDecay = key(0.0, "decoupled weight decay; row-adam and row-sgd decay the rows that they update")
-    clip: Clip = key(1.0, "largest gradient norm of the values; 0: no clipping")
-
-
-@dataclass(frozen=True, config=STRICT)
-class TablesOptim:
-    optimizer: Literal["row-adam", "adam"] = key("adam", "row-adam updates only the rows that were read")
-    lr_scale: LearningRate = key(
-        3.0,
-        "peak learning rate of the tables, as a multiple of optim.lr (MemoryFormer's recipes set 1)",
-    )
-    betas: tuple[Fraction, Fraction] | None = key(None, "Adam's decay rates; null: those of optim")
-    schedule: Schedule | None = key(None, "learning-rate schedule; null: that of optim")
-    warmup_steps: Steps | None = key(None, "steps of linear warm-up; null: those of optim")
-    weight_decay: WeightDecay = key(0.0, "decoupled weight decay")
-    clip: Clip = key(1.0, "largest gradient norm of the tables; 0: no clipping")
-
-
-@dataclass(frozen=True, config=STRICT)
-class NGramOptim(TablesOptim):
-    lr_scale: LearningRate = key(5.0, "peak learning rate of the tables, as a multiple of optim.lr")
-
-
-@dataclass(frozen=True, config=STRICT)
-class KeysOptim:
-    lr_scale: float = key(
-        1.0, "peak learning rate of the keys, as a multiple of optim.lr; 0: they stay as initialised", ge=0, le=1000
-    )
+    def memory_places(self) -> dict[int, dict[str, tuple[Place, ...]]]:
+        """The memories in each layer that has one, and their places there: layer, from 1 -> name -> places."""
+        found: dict[int, dict[str, tuple[Place, ...]]] = {}
+        for name, memory in self.memories.items():
+            for layer, places in memory.layer_places(self.layers).items():
+                found.setdefault(layer, {})[name] = places
+        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, config=STRICT)
 class Optim:
     lr: LearningRate = key(2.5e-4, "peak learning rate")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.98), "Adam's decay rates")
-    eps: Epsilon = key(1e-8, "Adam's epsilon; optim.values may have its own")
+    eps: Epsilon = key(1e-8, "Adam's epsilon")
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
     warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: Share = key(
@@ -342,18 +170,15 @@ class Optim:
     )
     weight_decay: WeightDecay = key(
         0.0,
-        "decoupled weight decay of matrices, embeddings and n-gram convolutions (never keys, biases, norms, values or "
-        "tables)",
+        "decoupled weight decay of matrices, embeddings and n-gram convolutions (never keys, biases, norms or tables)",
     )
     clip: Clip = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
-    keys: KeysOptim = key(KeysOptim, "memory keys: sub-keys, or flat keys")
-    values: ValuesOptim = key(ValuesOptim, "memory values")
-    tables: TablesOptim = key(TablesOptim, "MemoryFormer's hash tables")
-    ngram: NGramOptim = key(NGramOptim, "tables of n-gram memories")
 
-    def filled(self, group: Any) -> Any:
-        """A copy of one group's section, in which keys that are null have the values of this section."""
-        return replace(group, **{name: getattr(self, name) for name, value in vars(group).items() if value is None})
+    def filled(self, tables: TableOptim) -> TableOptim:
+        """How the tables of a memory learn, with the values of this section where that says nothing."""
+        shared = ("betas", "eps", "schedule", "warmup_steps", "final_lr")
+        given = {name: getattr(self, name) for name in shared if getattr(tables, name) is None}
+        return replace(tables, lr=tables.peak(self.lr), lr_scale=None, **given)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -371,7 +196,7 @@ class Train:
         "from initial weights (an untied head from the embedding)",
     )
     only: Literal["all", "values"] = key(
-        "all", "values: train only the memory's values; all else stays the same, bit for bit"
+        "all", "values: train only the memories' tables; all else stays the same, bit for bit"
     )
 
 
@@ -440,40 +265,66 @@ class Recipe:
         return self.train.batch_tokens // self.model.context
 
     @property
-    def optim_groups(self) -> dict[str, Any]:
-        """The sections that say how the parameters of this model learn, by the key of each; null keys have the values
-        of `optim`.
+    def optim_groups(self) -> dict[str, Optim | TableOptim]:
+        """The sections that say how the parameters of this model learn, by the key of each, with what they leave to
+        `optim` filled in.
         """
-        optim, everything = self.optim, self.train.only == "all"
-        groups: dict[str, Any] = {}
-        if everything or optim.values.schedule == "relative":  # relative to the schedule of `optim`
-            groups["optim"] = optim
-        if self.model.memory.kind != "none":
-            groups["optim.values"] = optim.filled(optim.values)
-        if self.model.projections == "hash" and everything:
-            groups["optim.tables"] = optim.filled(optim.tables)
-        if self.model.ngram.layers and everything:
-            groups["optim.ngram"] = optim.filled(optim.ngram)
-        return groups
-
-    @property
-    def schedules(self) -> set[ValuesSchedule]:
-        """The learning-rate schedules of `optim_groups`."""
-        return {group.schedule for group in self.optim_groups.values()}
+        tables = {
+            f"model.memories.{name}.optim": self.optim.filled(memory.table_optim)
+            for name, memory in self.model.memories.items()
+        }
+        relative = any(group.schedule == "relative" for group in tables.values())  # to the schedule of `optim`
+        return {"optim": self.optim, **tables} if self.train.only == "all" or relative else {**tables}
 
     def micro_batches(self, ranks: int = 1) -> int:
         """Micro-batches of an optimizer step on each of `ranks` ranks."""
         return self.sequences // (self.train.micro_batch * ranks)
 
 
-def leaves(kind: Any, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Every key of a section and of the sections in it, in their order: dotted name, field and type."""
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        if is_dataclass(hints[field.name]):
-            yield from leaves(hints[field.name], f"{prefix}{field.name}.")
+class Key(NamedTuple):
+    """One key of a recipe.
+
+    Attributes:
+        name: dotted; `<product-key>` stands for the name of any memory of that kind.
+        type: as `type_text` writes it.
+        default: as YAML.
+    """
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+
+def list_keys(section: Any = Recipe, prefix: str = "") -> list[Key]:
+    """Every key of a recipe, or of one of its sections, in the order of the schema."""
+    found: list[Key] = []
+    hints = get_type_hints(section)
+    for field in fields(section):
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        if is_dataclass(hint):
+            found += list_keys(hint, f"{name}.")
+        elif hint is Memories:
+            found += [each for kind, spec in SPECS.items() for each in list_keys(spec, f"{name}.<{kind}>.")]
         else:
-            yield f"{prefix}{field.name}", kind.__pydantic_fields__[field.name], hints[field.name]
+            default, text = described(section, field)
+            found.append(Key(name, type_text(hint), scalar_text(default), text))
+    return found
+
+
+def key_names(section: Any, prefix: str = "") -> list[str]:
+    """The dotted keys of a section, without those of memories."""
+    hints = get_type_hints(section)
+    inner = ((f"{prefix}{field.name}", hints[field.name]) for field in fields(section))
+    return [key for name, kind in inner for key in (key_names(kind, f"{name}.") if is_dataclass(kind) else [name])]
+
+
+def described(section: Any, field: Any) -> tuple[Any, str]:
+    """The default of a key, and its help."""
+    if issubclass(section, Section):
+        return field.default, field.metadata["description"]
+    info = section.__pydantic_fields__[field.name]
+    return info.default, info.description or ""
 
 
 class UntitledJsonSchema(GenerateJsonSchema):
@@ -486,26 +337,46 @@ class UntitledJsonSchema(GenerateJsonSchema):
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a recipe file, for editors: that of a recipe, with `base`; sections may be partial."""
     schema = TypeAdapter(Recipe).json_schema(schema_generator=UntitledJsonSchema)
+    memories = schema["$defs"]["Model"]["properties"]["memories"]
+    memories.update(memories_schema() | {"description": memories["description"]})
     base = {"type": "string", "description": "recipe to inherit from, relative to this file's folder"}
     schema["properties"] = {"base": base, **schema["properties"]}
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": "pkmlm recipe"}
 
 
-class Key(NamedTuple):
-    """One key of a recipe, as `pkmlm recipe keys` lists it."""
+def section_schema(section: Any) -> dict[str, Any]:
+    """The JSON Schema of a memory's keys, or of a section of them."""
+    hints, properties = get_type_hints(section), {}
+    for field in fields(section):
+        if is_dataclass(hints[field.name]):
+            properties[field.name] = section_schema(hints[field.name])
+        else:
+            default, text = described(section, field)
+            schema = value_schema(hints[field.name], field.metadata)
+            properties[field.name] = {**schema, "default": default, "description": text}
+    if "kind" in properties:
+        properties["layers"] = {**properties["layers"], **LAYERS_SCHEMA}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
-    name: str
-    type: str
-    default: str
-    help: str
 
-
-def list_keys() -> list[Key]:
-    """Every key of a recipe with its type, default and help, in the order of the schema."""
-    return [
-        Key(name, type_text(kind), scalar_text(field.default), field.description or "")
-        for name, field, kind in leaves(Recipe)
-    ]
+def value_schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON Schema of a value of a type, whose numbers have limits."""
+    options, args = get_args(kind), get_args(kind)
+    if NoneType in options:
+        return {"anyOf": [value_schema(options[0], limits), {"type": "null"}]}
+    if get_origin(kind) is Literal:
+        return {"enum": list(args)}
+    if get_origin(kind) is tuple:
+        item = value_schema(args[0], limits)
+        array = {"type": "array", "items": item}
+        return (
+            {"anyOf": [item, array]}
+            if args[-1] is Ellipsis
+            else {**array, "minItems": len(args), "maxItems": len(args)}
+        )
+    names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    found = {names[name]: limit for name, limit in limits.items() if name in names}
+    return {"type": {int: "integer", float: "number", bool: "boolean", str: "string"}[kind], **found}
 
 
 def type_text(kind: Any) -> str:
@@ -516,26 +387,36 @@ def type_text(kind: Any) -> str:
         first, *rest = get_args(kind)
         return f"list of {type_text(first)}" if rest == [...] else f"list of {1 + len(rest)} {type_text(first)}s"
     if get_origin(kind) is Literal:
-        return " | ".join(scalar_text(choice) for choice in get_args(kind))
+        return " | ".join(map(str, get_args(kind)))
     return {int: "int", float: "float", bool: "bool", str: "text"}[kind]
 
 
-def flatten(recipe: Recipe) -> dict[str, Any]:
-    """Every dotted key and its value."""
-    return {name: attrgetter(name)(recipe) for name, _, _ in leaves(Recipe)}
+def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of a recipe, or of a section of one, and its value."""
+    found: dict[str, Any] = {}
+    for name, value in section.items() if isinstance(section, dict) else named_values(section):
+        if isinstance(value, dict) or is_dataclass(value):
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def named_values(section: Any) -> list[tuple[str, Any]]:
+    """The keys of a section and their values."""
+    return [(field.name, getattr(section, field.name)) for field in fields(section)]
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The complete recipe as YAML; reading it back gives an equal recipe."""
 
     def walk(section: Any, indent: str) -> Iterable[str]:
-        for field in fields(section):
-            value = getattr(section, field.name)
-            if is_dataclass(value):
-                yield f"{indent}{field.name}:"
+        for name, value in section.items() if isinstance(section, dict) else named_values(section):
+            if is_dataclass(value) or (value and isinstance(value, dict)):
+                yield f"{indent}{name}:"
                 yield from walk(value, indent + "  ")
             else:
-                yield f"{indent}{field.name}: {scalar_text(value)}"
+                yield f"{indent}{name}: {scalar_text(value or None if isinstance(value, dict) else value)}"
 
     return "\n".join(walk(recipe, "")) + "\n"
 

@@ -295,7 +295,7 @@ def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts], evaluation
     usage = next((report for report in run.usage_reports() if report["split"] == "test"), {})
     return {
         "run": label,
-        "kind": " + ".join(recipe.model.table_kinds) or "dense",
+        "kind": " + ".join(recipe.model.kinds) or "dense",
         "dim": recipe.model.dim,
         "layers": recipe.model.layers,
         "lr": recipe.optim.lr,

@@ -80,7 +80,7 @@ def has_memory(run: RunDirectory) -> bool:
         facts = read_json(run.path / ATTACHED, "the attached memory's description", exit_code=1, schema=dict[str, Any])
         return facts.get("kind") != "dense"
     recipe = read_config(run.path / CONFIG)[0] if is_export(run.path) else run.recipe()
-    return bool(recipe.model.table_kinds)
+    return bool(recipe.model.memories)
 
 
 def usage_reports(runs: Mapping[str, RunDirectory], steps: Sequence[str], reading: Reading) -> list[RunUsage]:

@@ -125,7 +125,7 @@ class Cells:
         """The warnings of all cells' recipes, a line each, with the cells that they concern."""
         found: dict[str, list[str]] = {}
         for cell in self.whole.values():
-            for text in warnings(cell.recipe, self.base, cell.overrides):
+            for text in warnings(cell.recipe):
                 found.setdefault(text, []).append(cell.name)
         return [f"{', '.join(names)}: {text}" for text, names in found.items()]
 
@@ -242,9 +242,9 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
             # run of these steps would not have had. Without a checkpoint, it is trained from the start.
             before, now = flatten(recipe), flatten(cell.recipe)
             differences = ", ".join(
-                f"{key} {scalar_text(before[key])} (expected {scalar_text(now[key])})"
+                f"{key} {scalar_text(before.get(key))} (expected {scalar_text(now[key])})"
                 for key in now
-                if before[key] != now[key]
+                if before.get(key) != now[key]
             )
             message = f"its run has {differences}: set it back with -s, or name another folder with -o"
             return Outcome(cell, "failed", {}, message, WRONG_USAGE) if run.steps() else None

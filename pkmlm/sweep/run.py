@@ -327,7 +327,7 @@ class Runner:
         tokens = [word for folder in folders for word in ("--data", folder)] if have_moved else []
         if "eval" in self.sources and facts["test_step"] is None:
             yield ["eval", path, "-q", *tokens]
-        if "usage" in self.sources and cell.recipe.model.table_kinds and not facts["usage"]:
+        if "usage" in self.sources and cell.recipe.model.memories and not facts["usage"]:
             yield ["usage-report", path, "-q", *tokens]
         if "tasks" in self.sources and not set(self.tasks) <= facts["tasks"].keys():
             data = [] if self.task_data is None else ["--task-data", self.task_data]

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
-from pkmlm.data.canonical import canonical_sha256
+from pkmlm.data.canonical import ids_sha256
 from pkmlm.errors import UserError
 from pkmlm.files import sha256_of
 from pkmlm.memory.init import initialise
 from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import flatten, scalar_text
-from pkmlm.recipe.warnings import unused_keys
 from pkmlm.runs.checkpoint import check_weights, load_weights, verify
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest, read_progress
@@ -22,12 +21,7 @@ from pkmlm.train.job import Job
 
 HEAD = "untied_head.weight"
 # Keys that change what a model computes from its weights, but not the shape of a tensor.
-SHAPELESS = {
-    *("model.heads", "model.residual", "model.activation", "model.rotary_fraction", "model.attention"),
-    *("model.memory.topk", "model.memory.scores", "model.memory.expert"),
-    *("model.ngram.orders", "model.ngram.canonical"),
-    *("model.hash.temperature", "model.hash.score", "model.hash.activation"),
-}
+SHAPELESS = {"model.heads", "model.residual", "model.activation", "model.rotary_fraction", "model.attention"}
 
 
 @torch.no_grad()
@@ -79,11 +73,13 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
         parts.append(f"has no place in this model, so left out: {_modules(unexpected, loaded)}")
     if job.background is not None and job.background.checkpoint != checkpoint_digest(path):
         parts.append(f"{path} is another checkpoint than that of finetune.background, which may read other slots")
-    changed = [text for key, text in differing.items() if key in SHAPELESS]
-    if "ngram_ids.canonical_V" in loaded and "model.ngram.canonical" not in differing:
-        ids = read_progress(path).data.get("canonical")
-        if ids != canonical_sha256(job.canonical_ids):  # by which n-grams find their rows
-            changed.append("this Python's Unicode makes other canonical ids of its tokenizer")
+    shapeless = SHAPELESS.union(
+        f"model.memories.{name}.{key}" for name, memory in job.recipe.model.memories.items() for key in memory.shapeless
+    )
+    changed = [text for key, text in differing.items() if key in shapeless]
+    for ids, ids_V in job.token_ids.items():
+        if f"token_ids.{ids}.ids_V" in loaded and read_progress(path).data.get(ids) != ids_sha256(ids_V):
+            changed.append(f"this Python's Unicode makes other {ids} ids of its tokenizer")  # which choose rows
     if changed:
         parts.append(f"its weights mean something else here: {', '.join(changed)}")
     if read_progress(path).data.get("train") == job.corpus.sha256 and before.seed == job.recipe.train.seed:
@@ -128,16 +124,12 @@ def _naming_the_key(job: Job, source: RunDirectory) -> Iterator[None]:
 
 
 def _differing_keys(job: Job, source: RunDirectory) -> dict[str, str]:
-    """The keys of the model in which the recipes differ, each with a text that says how; without those that have no
-    effect in one of the models, such as the keys of a memory that only one has.
-    """
-    theirs, own = source.recipe(), job.recipe
-    idle = unused_keys(theirs) | unused_keys(own)
-    before = flatten(theirs)
+    """The keys of the model that both recipes have, and in which they differ, each with a text that says how."""
+    before = flatten(source.recipe())
     return {
         key: f"{key} is {scalar_text(before[key])} there and {scalar_text(value)} here"
-        for key, value in flatten(own).items()
-        if key.startswith("model.") and key not in idle and value != before[key]
+        for key, value in flatten(job.recipe).items()
+        if key.startswith("model.") and ".optim." not in key and value != before.get(key, value)
     }
 
 
@@ -147,7 +139,7 @@ def _modules(names: Set[str], loaded: Set[str]) -> str:
     """
     layers: dict[str, list[str]] = {}
     for name in sorted(names):
-        within = re.fullmatch(r"(blocks\.(\d+)\.(?:parts\.)?)(([^.]+).*)", name)
+        within = re.fullmatch(r"(blocks\.(\d+)\.(?:parts\.|before\.)?)(([^.]+).*)", name)
         if within is None:
             layers[name] = []
             continue

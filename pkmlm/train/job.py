@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.canonical import canonical_ids, canonical_sha256
+from pkmlm.data.canonical import canonical_ids, ids_sha256
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
@@ -42,9 +42,10 @@ class Job:
         return self.recipe.model.vocab_size or self.tokenizer.size
 
     @cached_property
-    def canonical_ids(self) -> np.ndarray:
-        """The canonical id of each row of the embedding, by which n-gram memories know tokens."""
-        return canonical_ids(self.tokenizer, self.vocab_size, self.recipe.model.ngram.canonical)
+    def token_ids(self) -> dict[str, np.ndarray]:
+        """By the sort of ids that memories ask for, the id of each row of the embedding, by which they know tokens."""
+        asked = [memory.lookback.ids for memory in self.recipe.model.memories.values() if memory.lookback]
+        return {ids: canonical_ids(self.tokenizer, self.vocab_size, ids == "canonical") for ids in sorted(set(asked))}
 
     @property
     def epochs(self) -> float:
@@ -82,7 +83,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
         )
     check_ranks(recipe, ranks, recipe_file)
     job = Job(recipe, corpus, tokenizer)
-    warnings = recipe_warnings(recipe, recipe_file, overrides)
+    warnings = recipe_warnings(recipe)
     if job.epochs > MANY_EPOCHS:
         reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
         warnings.append(f"{corpus.name}: train has {corpus.tokens:,} tokens: {reading}")
@@ -103,9 +104,7 @@ def hashes_of(job: Job) -> dict[str, str]:
     found = dict(job.corpus.hashes)
     if job.background is not None:
         found["background"] = job.background.digest
-    if job.recipe.model.ngram.layers:
-        found["canonical"] = canonical_sha256(job.canonical_ids)
-    return found
+    return found | {ids: ids_sha256(ids_V) for ids, ids_V in job.token_ids.items()}
 
 
 def no_validation_warning(job: Job) -> list[str]:

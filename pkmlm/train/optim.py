@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from pkmlm.distributed import ProcessGroups, is_shard, local_part
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.memory.base import memories
 from pkmlm.memory.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
 from pkmlm.memory.table import Values, tables_of
-from pkmlm.recipe.schema import Optim, Recipe
+from pkmlm.recipe.schema import Recipe
 from pkmlm.train.lr_schedule import LrSchedule
 
 
@@ -25,7 +25,7 @@ class ParameterGroup:
     rows or ranks, and `clip_grads_with_norm_` adds 1e-6 to the norm.
 
     Attributes:
-        name: "dense", "values" (of memories), "tables" (of hash layers) or "ngram".
+        name: "dense", or that of the memory whose tables these are.
         parameters: by their path in the model.
         row_gradients: the gradients of those parameters that are tables of rows.
         clip: largest norm of the group's gradient; 0: no clipping.
@@ -64,32 +64,30 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
-    """The groups of a model that have parameters, in the order dense, values, tables, ngram. `train.only: values`
-    leaves one of them and freezes all other parameters.
-
-    Values of memories have their own learning rate and schedule (Lample et al. 2019, sec. 4.3: 1e-3, constant); hash
-    tables and n-gram tables move at a multiple of the dense learning rate.
+    """The groups of a model: its dense parameters, then the tables of each memory. `train.only: values` leaves out the
+    dense parameters, and freezes them.
     """
     optim, steps, tables = recipe.optim, recipe.train.steps, tables_of(model)
     dense = LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, steps, optim.final_lr, optim.decay_steps)
     groups = []
+    rest = {name: parameter for name, parameter in model.named_parameters() if name not in tables}
     if recipe.train.only == "all":
-        groups.append(_dense_group(model, {n: p for n, p in model.named_parameters() if n not in tables}, optim, dense))
-    if values := {path: table for path, table in tables.items() if table.group == "values"}:
-        spec, schedule = optim.filled(optim.values), replace(dense, times=optim.values.times)
-        if spec.schedule != "relative":
-            schedule = LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, steps, spec.final_lr, optim.decay_steps)
-        groups.append(_row_group("values", values, spec, schedule, spec.eps))
-    if recipe.train.only == "values":
-        model.requires_grad_(False)
-        for table in values.values():
-            table.requires_grad_()
-        return groups
-    for name, spec in (("tables", optim.filled(optim.tables)), ("ngram", optim.filled(optim.ngram))):
-        if found := {path: table for path, table in tables.items() if table.group == name}:
-            peak = optim.lr * spec.lr_scale
-            schedule = LrSchedule(peak, spec.schedule, spec.warmup_steps, steps, optim.final_lr, optim.decay_steps)
-            groups.append(_row_group(name, found, spec, schedule, optim.eps))
+        groups.append(_dense_group(model, rest, recipe, dense))
+    else:
+        for parameter in rest.values():
+            parameter.requires_grad_(False)
+    read_by: dict[str, set[Values]] = {name: set() for name in recipe.model.memories}
+    for memory in memories(model):
+        read_by[memory.tap.name].update(memory.read_tables())
+    for name, spec in recipe.model.memories.items():
+        learns: Any = optim.filled(spec.table_optim)
+        schedule = replace(dense, times=learns.times)
+        if learns.schedule != "relative":
+            schedule = LrSchedule(
+                learns.lr, learns.schedule, learns.warmup_steps, steps, learns.final_lr, optim.decay_steps
+            )
+        own = {path: table for path, table in tables.items() if table in read_by[name]}
+        groups.append(_row_group(name, own, learns, schedule))
     return groups
 
 
@@ -108,19 +106,22 @@ def optimizer_state(groups: Iterable[ParameterGroup]) -> dict[str, Tensor]:
 
 
 def _dense_group(
-    model: nn.Module, parameters: dict[str, nn.Parameter], optim: Optim, schedule: LrSchedule
+    model: nn.Module, parameters: dict[str, nn.Parameter], recipe: Recipe, schedule: LrSchedule
 ) -> ParameterGroup:
-    """All but values and tables: AdamW, with decay on matrices alone (not on biases, norms or sub-keys), and sub-keys
-    at a learning rate of their own.
+    """All but tables: AdamW, with decay on matrices alone (not on biases, norms or keys), and keys at learning rates of
+    their own.
     """
-    memories = [module for module in model.modules() if isinstance(module, KeyMemory)]
-    keys = {key for memory in memories for key in memory.parameters(recurse=False)}
+    optim = recipe.optim
+    key_rates = {
+        key: recipe.model.memories[memory.tap.name].key_lr_scale
+        for memory in memories(model)
+        for key in memory.key_parameters()
+    }
     settings: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for parameter in parameters.values():
         decay = optim.weight_decay if parameter.ndim == 2 else 0.0
-        lr_scale = optim.keys.lr_scale if parameter in keys else 1.0
         # A fused step cannot take both shards and whole parameters.
-        settings.setdefault((decay, lr_scale, is_shard(parameter)), []).append(parameter)
+        settings.setdefault((decay, key_rates.get(parameter, 1.0), is_shard(parameter)), []).append(parameter)
     split = [
         {"params": chosen, "weight_decay": decay, "lr_scale": lr_scale}
         for (decay, lr_scale, _), chosen in settings.items()
@@ -129,20 +130,20 @@ def _dense_group(
     return ParameterGroup("dense", parameters, [], optimizer, schedule, optim.clip)
 
 
-def _row_group(
-    name: str,
-    tables: dict[str, Values],
-    spec: Any,
-    schedule: LrSchedule,
-    eps: float,
-) -> ParameterGroup:
-    """Tables of rows, updated straight from their reads, as the group's section `spec` says."""
+def _row_group(name: str, tables: dict[str, Values], spec: Any, schedule: LrSchedule) -> ParameterGroup:
+    """Tables of rows, updated straight from their reads, as the filled section `spec` says."""
     optimizer: RowOptimizer
     if spec.optimizer == "row-sgd":
         optimizer = RowSGD(tables.values(), schedule.lr_at(1), spec.weight_decay)
     else:
-        every_row = spec.optimizer == "adam"
-        optimizer = RowAdam(tables.values(), schedule.lr_at(1), spec.betas, eps, spec.weight_decay, every_row=every_row)
+        optimizer = RowAdam(
+            tables.values(),
+            schedule.lr_at(1),
+            spec.betas,
+            spec.eps,
+            spec.weight_decay,
+            every_row=spec.optimizer == "adam",
+        )
     parameters = {path: table.weight_KD for path, table in tables.items()}
     gradients = [table.gradient for table in tables.values() if table.gradient is not None]
     return ParameterGroup(name, parameters, gradients, optimizer, schedule, spec.clip)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pkmlm.cost import bytes_held, cost_of
 from pkmlm.device import DeviceSettings, Precision, free_bytes
 from pkmlm.errors import UserError
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.schema import Recipe, flatten
 from pkmlm.train.job import Job
 
 OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow with the micro-batch
@@ -48,15 +48,17 @@ def needed(training: dict[str, int], ranks: int) -> str:
 
 def key_to_lower(recipe: Recipe, training: dict[str, int]) -> tuple[str, int]:
     """The key, and its value, of what takes most of a rank's `training` memory: the micro-batch if a forward pass takes
-    more than everything else; otherwise the slots of the memory, the rows of n-gram or hash tables, or the width.
+    more than everything else; otherwise what makes the largest table of a memory so large, or the width.
     """
     model, micro_batch = recipe.model, recipe.train.micro_batch
     if micro_batch > 1 and 2 * sum(training.get(name, 0) for name in OF_A_FORWARD) > sum(training.values()):
         return "train.micro_batch", micro_batch
-    if model.memory.kind != "none":
-        return "model.memory.num_keys", model.memory.num_keys
-    if model.ngram.layers:
-        return "model.ngram.rows", model.ngram.rows
-    if model.projections == "hash":
-        return "model.hash.bits", model.hash.bits
-    return "model.dim", model.dim
+    keys = {}
+    for name, memory in model.memories.items():
+        layers = 1 if memory.shares else len(memory.layer_places(model.layers))
+        for table in memory.tables(model.dim, model.vocab_size or 1):
+            keys[f"model.memories.{name}.{table.key}"] = layers * table.rows * table.width
+    if not keys:
+        return "model.dim", model.dim
+    largest = max(keys, key=lambda key: keys[key])
+    return largest, flatten(recipe)[largest]

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from pkmlm.distributed import World, is_shard
-from pkmlm.memory.key_memory import KeyMemory
-from pkmlm.memory.table import Values
+from pkmlm.memory.base import memories
+from pkmlm.memory.table import tables_of
 from pkmlm.model.transformer import Transformer
 
 
@@ -90,8 +90,8 @@ def shard_dense_parameters(model: Transformer, ranks: int) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(next(model.parameters()).device.type, (ranks,))
-    memories = [module for module in model.modules() if isinstance(module, Values | KeyMemory)]
-    whole = {parameter for memory in memories for parameter in memory.parameters(recurse=False)}
+    whole = {table.weight_KD for table in tables_of(model).values()}
+    whole |= {key for memory in memories(model) for key in memory.key_parameters()}
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, ignored_params=whole)
     for module in model.modules():

@@ -44,7 +44,7 @@ def refuse_changed_recipe(run: RunDirectory, recipe: Recipe) -> None:
 
 def refuse_other_data(run: RunDirectory, job: Job) -> None:
     """Refuse to resume if the latest checkpoint, which must be intact, is of another tokenizer, other tokens to train
-    or validate on, another background or other canonical ids. A split for validation may come or go.
+    or validate on, another background or other ids of tokens. A split for validation may come or go.
     """
     before = read_progress(run.checkpoint(run.steps()[-1])).data
     folder, hashes = job.corpus.name, hashes_of(job)
@@ -54,6 +54,7 @@ def refuse_other_data(run: RunDirectory, job: Job) -> None:
         ("valid", "validated on other text than that in", folder),
         ("background", "trained by another background than", job.recipe.finetune.background),
         ("canonical", "trained with other canonical ids than this Python's Unicode makes of the tokenizer in", folder),
+        ("plain", "trained with other ids than those of the tokenizer in", folder),
     ):
         expected, found = before.get(name), hashes.get(name)
         if expected and found and found != expected:
@@ -90,7 +91,8 @@ def change_warnings(
             changed.append(change(name, before[name], now[name]))
     if before.get("source_sha256") not in (None, now["source_sha256"]):
         changed.append("the code of pkmlm has changed")
-    rate_depends_on_steps = bool(recipe.schedules & {"cosine", "linear", "relative"} or recipe.optim.decay_steps)
+    schedules = {group.schedule for group in recipe.optim_groups.values()}
+    rate_depends_on_steps = bool(schedules & {"cosine", "linear", "relative"} or recipe.optim.decay_steps)
     for key, text in changed_keys(recipe_before, recipe).items():
         if key == "train.init_from":
             changed.append(f"{text} (ignored: the run has a checkpoint of its own)")
@@ -112,12 +114,17 @@ def lost_metrics_warning(run: RunDirectory) -> list[str]:
 
 def changed_keys(before: Recipe, now: Recipe) -> dict[str, str]:
     """The keys in which two recipes differ, each with a text that says how."""
-    old = flatten(before)
+    old, new = flatten(before), flatten(now)
     return {
-        key: change(key, scalar_text(old[key]), scalar_text(value))
-        for key, value in flatten(now).items()
-        if value != old[key]
+        key: change(key, shown(old, key), shown(new, key))
+        for key in {**old, **new}
+        if key not in old or key not in new or old[key] != new[key]
     }
+
+
+def shown(values: dict[str, Any], key: str) -> str:
+    """The value of a key as YAML; of a memory that a recipe lacks, "absent"."""
+    return scalar_text(values[key]) if key in values else "absent"
 
 
 def change(name: str, old: Any, new: Any) -> str:

@@ -196,8 +196,8 @@ def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups, sta
     model = build_model(job.recipe, job.vocab_size, settings.device, groups, init_weights=start is None)
     if start is not None:
         load_init_from(job, model, start)
-    if model.ngram_ids is not None:
-        model.ngram_ids.canonical_V.copy_(torch.from_numpy(job.canonical_ids))
+    for ids, ids_V in job.token_ids.items():
+        model.token_ids.get_submodule(ids).get_buffer("ids_V").copy_(torch.from_numpy(ids_V))
     return model
 
 

@@ -106,8 +106,7 @@ def check_background(job: Job) -> None:
 
 def _tables(recipe: Recipe, model: nn.Module, background: Background | None) -> dict[str, Values]:
     """The model's tables of values by path, all of which the background has."""
-    found = {path.removesuffix(".weight_KD"): table for path, table in tables_of(model).items()}
-    tables = {path: table for path, table in found.items() if table.group == "values"}
+    tables = {path.removesuffix(".weight_KD"): table for path, table in tables_of(model).items()}
     for path, table in tables.items():
         rows = len(table.weight_KD)
         slots = rows if background is None else len(background.reads.get(path, ()))

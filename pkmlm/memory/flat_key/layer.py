@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.kernels import ops
+from pkmlm.memory.flat_key.spec import FlatKeySpec
 from pkmlm.memory.key_memory import KeyMemory
-from pkmlm.recipe.schema import Memory
+from pkmlm.memory.key_spec import KeySpec
 
 
 class FlatKeyMemory(KeyMemory):
@@ -18,10 +19,10 @@ class FlatKeyMemory(KeyMemory):
     values, `values.weight_KD` (n^2, D).
     """
 
-    kind = "flat-key"
+    spec_class = FlatKeySpec
     saved_per_read = 5
 
-    def make_keys(self, memory: Memory) -> None:
+    def make_keys(self, memory: KeySpec) -> None:
         self.keys_HKq = nn.Parameter(torch.empty(memory.heads, memory.slots, memory.key_dim))
 
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:

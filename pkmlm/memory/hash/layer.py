@@ -4,6 +4,7 @@ B: sequences; T: positions; N: tokens (B * T); D: width in; K: tables; b: bits o
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -11,9 +12,10 @@ from torch.nn.functional import gelu
 
 from pkmlm.kernels import ops
 from pkmlm.kernels.matmul import at_least_fp32, without_autocast
+from pkmlm.memory.address import Addresses
 from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
+from pkmlm.memory.hash.spec import HashScore, HashSpec
 from pkmlm.memory.table import Values
-from pkmlm.recipe.schema import Hash, HashScore, section
 
 LIKE_LINEAR_STD = 0.02
 
@@ -51,8 +53,9 @@ class HashLayer(SparseMemory):
         temperature: t of the score p(z), above 0: the smaller, the closer p is to 1.
         score: "paper", p(z); or "scaled", sum|z| * p(z), as in the paper's released code.
         share: the initial size of the output over that of the linear map (residual branches start smaller).
-        layer: the block that it is in, counted from 1, for the usage report.
-        name: which hash layer of the block, for the usage report: "qkv", "ffn1", "ffn2", or any other text.
+        layer, name: the block that it is in, counted from 1, and what the memory is called there, for reports.
+        part: which hash layer of the block: "qkv", "ffn1", "ffn2", or any other text.
+        residual: whether its output is added to the residual stream.
 
     Raises:
         ValueError: an argument is out of its range, or `dim` is not a multiple of `bits`.
@@ -69,9 +72,11 @@ class HashLayer(SparseMemory):
         share: float = 1.0,
         layer: int = 1,
         name: str = "hash",
+        part: str = "",
+        residual: bool = False,
     ):
         super().__init__()
-        spec = section(Hash, bits=bits, temperature=temperature, score=score)
+        self.spec = spec = HashSpec(bits=bits, temperature=temperature, score=score)
         if dim < 1 or dim % bits:
             raise ValueError(f"dim: found {dim} (expected a multiple of bits, {bits})")
         if width < 1:
@@ -81,9 +86,9 @@ class HashLayer(SparseMemory):
         self.temperature, self.scaled = spec.temperature, spec.score == "scaled"
         size = share * LIKE_LINEAR_STD * math.sqrt(dim)
         std = size / (math.sqrt(self.tables) * score_rms(bits, spec.temperature, self.scaled))
-        slots, residual = self.tables << bits, name == "ffn2"
-        self.tap = UsageTap(layer, name, "hash", slots, self.tables, shared=False, residual=residual)
-        self.values = Values(slots, width, std=std, group="tables")
+        addresses = Addresses(self.tables << bits, 1 << bits, tables=True)
+        self.tap = UsageTap(layer, name, spec.kind, addresses, self.tables, part=part, shared=False, residual=residual)
+        self.values = Values(addresses.slots, width, std=std)
         self.reset_parameters()
 
     @uncompiled
@@ -114,17 +119,20 @@ class MemoryBlock(nn.Module):
 
     Args:
         dim: model width, a multiple of `spec.bits`.
-        spec: the recipe's section.
-        layer, share: as for `HashLayer`; `share` is that of the second layer.
+        spec: the memory's keys.
+        share, layer, name: as for `HashLayer`; `share` is that of the second layer.
     """
 
-    def __init__(self, dim: int, spec: Hash, layer: int, share: float):
+    stream = "parts.ffn"
+
+    def __init__(self, dim: int, spec: HashSpec, *, share: float, layer: int, name: str):
         super().__init__()
+        where: dict[str, Any] = {**spec.arguments, "layer": layer, "name": name}
         wide_bits = spec.bits + spec.extra_bits
         wide = wide_bits * (dim // spec.bits)
-        self.first = HashLayer(dim, wide, bits=spec.bits, **spec.arguments, layer=layer, name="ffn1")
+        self.first = HashLayer(dim, wide, **where | {"part": "ffn1"})
         self.norm = nn.LayerNorm(wide)
-        self.second = HashLayer(wide, dim, bits=wide_bits, **spec.arguments, share=share, layer=layer, name="ffn2")
+        self.second = HashLayer(wide, dim, **where | {"bits": wide_bits, "part": "ffn2"}, share=share, residual=True)
         self.gelu = spec.activation == "gelu"
 
     def forward(self, x_BTD: Tensor) -> Tensor:

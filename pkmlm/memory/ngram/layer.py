@@ -5,110 +5,21 @@ B: sequences; T: new positions; S: all positions so far; N: tokens (B * T); D: m
 (orders * heads); P: rows of a table; e: width of a row; V: vocabulary; i: taps of the convolution.
 """
 
-from typing import Literal, NamedTuple, Protocol
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from pkmlm.kernels.matmul import Linear, at_least_fp32
-from pkmlm.memory.base import SparseMemory, Tap, UsageTap, uncompiled
-from pkmlm.memory.init import Constant, Counting, InitSpec, Multipliers
+from pkmlm.memory.address import Addresses
+from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
+from pkmlm.memory.init import Constant, InitSpec, Multipliers
+from pkmlm.memory.ngram.spec import TAPS, Fusion, NGramSpec
 from pkmlm.memory.query import RMS_EPSILON
 from pkmlm.memory.table import Values
-from pkmlm.recipe.constraints import next_prime
-from pkmlm.recipe.schema import NGram, section
+from pkmlm.memory.tokens import Past
 
-TAPS = 4  # positions that the convolution sees, `G` apart
 LITE_SCALE = 0.1
 GATE_FLOOR = 1e-6  # below it the root of a gate's score is constant, so that its slope stays finite
-
-
-class History(Protocol):
-    """Keeps what depends on earlier positions."""
-
-    def append(self, name: str, x_BT: Tensor) -> Tensor:
-        """Keep new positions, (B, T, ...), under a name; return all of its positions so far, (B, S, ...)."""
-
-
-class Past(NamedTuple):
-    """The tokens that each new token sees before it.
-
-    A document sees nothing before the end-of-document token with which it begins; a choice of a question, nothing of
-    other choices.
-
-    Attributes:
-        ids_BTG: canonical ids of the token itself, the one before it, and so on; 0: there is none.
-        places_BTj: the place of the token itself, counted from 1 among all positions so far, then of the one before it,
-            and so on; 0: there is none.
-        cache: holds what the layers have computed for earlier positions; None: all positions are new.
-    """
-
-    ids_BTG: Tensor
-    places_BTj: Tensor
-    cache: History | None
-
-
-class NGramIds(nn.Module):
-    """Finds, once per forward, what all n-gram memories of a model need to know about the tokens.
-
-    Args:
-        vocab_size: V.
-        spec: the recipe's section.
-
-    Attributes:
-        canonical_V: the canonical id of each token, see `pkmlm.data.canonical`; 0: the token begins a document. It is
-            the token's own number until training sets the tokenizer's, which a checkpoint holds.
-        tap: tells of the new tokens' n-grams: canonical ids (N, G), as in `Past`.
-    """
-
-    canonical_V: Tensor
-
-    def __init__(self, vocab_size: int, spec: NGram):
-        super().__init__()
-        self.order = max(spec.orders)
-        self.back = (TAPS - 1) * self.order if spec.convolves else self.order - 1
-        self.register_buffer("canonical_V", torch.arange(vocab_size))
-        self.tap = Tap()
-
-    def init_spec(self) -> dict[str, InitSpec]:
-        return {"canonical_V": Counting()}
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        cache: History | None,
-        layout: tuple[Tensor, Tensor] | None,
-        mask_BS: Tensor | None = None,
-    ) -> Past:
-        """The tokens before each token.
-
-        Args:
-            tokens_BT, cache, layout: those of `Transformer.hidden`.
-            mask_BS: which positions so far are tokens, not padding; None: all.
-        """
-        ids_BS = self.canonical_V[tokens_BT]
-        if cache is not None:
-            ids_BS = cache.append("ids", ids_BS)
-        total = ids_BS.shape[1]
-        places_S = torch.arange(1, total + 1, device=ids_BS.device)
-        if layout is None:
-            before_BS = (places_S - 1).expand_as(ids_BS)
-        else:  # the token that is attended to at the position before
-            at_BS, mask_BSS = layout
-            parent_BSS = mask_BSS & (at_BS[:, None, :] == at_BS[:, :, None] - 1)
-            before_BS = (parent_BSS * places_S).sum(-1)
-        before_BS = before_BS.masked_fill(ids_BS == 0, 0)
-        if mask_BS is not None:  # no token sees padding
-            before_BS = before_BS * pad(mask_BS[:, :-1].bool(), (1, 0))
-        before_BZ, ids_BZ = (pad(x_BS, (1, 0)) for x_BS in (before_BS, ids_BS))  # from place 0 on
-        place_BT = places_S[total - tokens_BT.shape[1] :].expand_as(tokens_BT)
-        places = [place_BT]
-        for _ in range(self.back):
-            places.append(before_BZ.gather(1, places[-1]))
-        ids_BTG = torch.stack([ids_BZ.gather(1, place) for place in places[: self.order]], -1)
-        self.tap.tell(ids_BTG.flatten(0, 1))
-        return Past(ids_BTG, torch.stack(places, -1), cache)
 
 
 class NGramMemory(SparseMemory):
@@ -134,13 +45,15 @@ class NGramMemory(SparseMemory):
         row_dim: width of a row (e); with "add", `dim`.
         fusion: "gate" or "add", see above.
         conv: whether "gate" has the convolution.
-        layer: the block that it is in, counted from 1, for the usage report.
+        canonical: whether the ids that it is called with are canonical.
+        layer, name: the block that it is in, counted from 1, and what it is called there, for reports.
 
     Raises:
         ValueError: an argument is out of its range or not one of the choices, or `row_dim` does not fit `dim`.
     """
 
     multipliers_HG: Tensor
+    stream = "ngram"
     weighted = False
 
     def __init__(
@@ -151,37 +64,35 @@ class NGramMemory(SparseMemory):
         heads: int = 8,
         rows: int = 65537,
         row_dim: int = 24,
-        fusion: Literal["gate", "add"] = "gate",
+        fusion: Fusion = "gate",
         conv: bool = True,
+        canonical: bool = True,
         layer: int = 1,
+        name: str = "ngrams",
     ):
         super().__init__()
-        spec = section(NGram, orders=orders, heads=heads, rows=rows, row_dim=row_dim, fusion=fusion, conv=conv)
-        if dim < 1:
-            raise ValueError(f"dim: found {dim} (expected 1 or more)")
-        if not orders or len(set(orders)) < len(orders):
-            raise ValueError(f"orders: found {orders} (expected one or more, each once)")
-        if rows > 1 and (prime := next_prime(rows)) > rows:
-            raise ValueError(f"rows: found {rows} (expected a prime, such as {prime}, or 1)")
-        if fusion == "add" and row_dim != dim:
-            raise ValueError(f"row_dim: found {row_dim} (expected {dim}, the width of the stream)")
-        self.dim, self.spec = dim, spec
-        self.rows, self.tables = rows, spec.tables
-        self.reads = spec.tables
-        self.outputs = spec.tables if fusion == "gate" else 1
-        self.orders_H = tuple(order for order in orders for _ in range(heads))
-        self.register_buffer("multipliers_HG", torch.empty(spec.tables, max(orders), dtype=torch.int64))
-        self.tap = UsageTap(layer, "ngram", "ngram", spec.tables * rows, spec.tables, shared=False)
-        width = spec.tables * row_dim
+        self.spec: NGramSpec
+        spec = self.spec = NGramSpec(
+            orders=orders, heads=heads, rows=rows, row_dim=row_dim, fusion=fusion, conv=conv, canonical=canonical
+        )
+        spec.check(dim)
+        self.dim, self.rows = dim, rows
+        self.tables = self.reads = spec.table_count
+        self.outputs = self.tables if fusion == "gate" else 1
+        self.orders = tuple(order for order in orders for _ in range(heads))
+        self.register_buffer("multipliers_HG", torch.empty(self.tables, max(orders), dtype=torch.int64))
+        addresses = Addresses(self.tables * rows, rows, tables=True)
+        self.tap = UsageTap(layer, name, spec.kind, addresses, self.tables, shared=False)
+        width = self.tables * row_dim
         std = width**-0.5 if fusion == "gate" else 0.0
-        self.values = Values(spec.tables * rows, row_dim, std=std, group="ngram")
+        self.values = Values(addresses.slots, row_dim, std=std)
         self.scale = Scale() if fusion == "add" else None
         self.gate = NGramGate(width, dim) if fusion == "gate" else None
-        self.conv = CausalConv(dim, max(orders), f"{layer}") if spec.convolves else None
+        self.conv = CausalConv(dim, max(orders), f"{name} {layer}") if spec.convolves else None
         self.reset_parameters()
 
     def init_spec(self) -> dict[str, InitSpec]:
-        return {"multipliers_HG": Multipliers(self.orders_H)}
+        return {"multipliers_HG": Multipliers(self.orders)}
 
     def answer(self, slots_S: Tensor) -> Tensor:
         """What each row adds to the value, without the convolution; with "add", the row times the factor."""

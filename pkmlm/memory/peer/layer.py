@@ -4,15 +4,15 @@ N: tokens; D: model width; V: width of a value; r: reads of a token.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import gelu, relu
 
+from pkmlm.memory.key_spec import KeySpec
+from pkmlm.memory.peer.spec import Expert, PEERSpec
 from pkmlm.memory.product_key.layer import ProductKeyMemory
 from pkmlm.memory.table import Values
-from pkmlm.recipe.schema import Expert, Memory, section
 
 EXPERTS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "relu": relu}
 
@@ -28,7 +28,7 @@ class PEER(ProductKeyMemory):
         values: v.
     """
 
-    kind = "peer"
+    spec_class = PEERSpec
     saved_per_read = ProductKeyMemory.saved_per_read + 3  # the product, what the activation makes of it, the weight
     inputs: Values
 
@@ -44,14 +44,12 @@ class PEER(ProductKeyMemory):
         Raises:
             ValueError: as `ProductKeyMemory`.
         """
-        chosen = section(Memory, kind=self.kind, expert=expert).expert
-        super().__init__(dim, **arguments)
-        self.spec = replace(self.spec, expert=chosen)
-        self.activation = EXPERTS[chosen]
+        super().__init__(dim, expert=expert, **arguments)
+        self.activation = EXPERTS[expert]
 
     @classmethod
-    def new_tables(cls, dim: int, memory: Memory) -> dict[str, Values]:
-        inputs = Values(memory.slots, dim, std=dim**-0.5, group="values")
+    def new_tables(cls, dim: int, memory: KeySpec) -> dict[str, Values]:
+        inputs = Values(memory.slots, dim, std=dim**-0.5)
         return {"inputs": inputs, **super().new_tables(dim, memory)}
 
     def read_tables(self) -> list[Values]:

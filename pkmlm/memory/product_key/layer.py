@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.kernels import ops
-from pkmlm.memory.key_memory import KeyMemory, Kind
-from pkmlm.recipe.schema import Memory
+from pkmlm.memory.key_memory import KeyMemory
+from pkmlm.memory.key_spec import KeySpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
 
 
 class ProductKeyMemory(KeyMemory):
@@ -21,12 +22,10 @@ class ProductKeyMemory(KeyMemory):
     a step of training changes few rows: see `pkmlm.memory.row_adam.RowAdam`.
     """
 
-    kind: ClassVar[Kind] = "product-key"
+    spec_class: ClassVar[type[KeySpec]] = ProductKeySpec
     saved_per_read = 3
 
-    def make_keys(self, memory: Memory) -> None:
-        if memory.key_dim % 2:
-            raise ValueError(f"key_dim: found {memory.key_dim} (expected an even number, to be halved)")
+    def make_keys(self, memory: KeySpec) -> None:
         self.subkeys_H2nf = nn.Parameter(torch.empty(memory.heads, 2, memory.num_keys, memory.key_dim // 2))
 
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
