@@ -124,7 +124,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens that the memory is trained on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds of initial weights and batches")
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 3], help="blocks to attach to, counted from 1")
-    parser.add_argument("--memory", type=json.loads, default=MEMORY, help="a recipe's model.memory, as JSON")
+    parser.add_argument("--memory", type=json.loads, default=MEMORY, help="keys of a recipe's memory, as JSON")
     parser.add_argument(
         "--lrs", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="learning rates to choose from"
     )

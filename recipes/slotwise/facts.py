@@ -97,7 +97,9 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A way to learn: overrides of the run's recipe, with the key that sets its rate, and three rates."""
+    """A way to learn: overrides of the run's recipe ({rate}: its rate; {memory}: for each memory of the run, its name),
+    and three rates.
+    """
 
     label: str
     keys: tuple[str, ...]
@@ -105,9 +107,11 @@ class Method:
     rank: int = 0  # of low-rank adapters; above 0, only they train
 
 
-VALUES = ("train.only=values", "optim.values.lr={rate}")
+CONSTANT = "{lr_scale: null, schedule: constant, warmup_steps: 0, weight_decay: 0}"
+RATE = "model.memories.{memory}.optim.lr={rate}"
+VALUES = ("train.only=values", RATE)
 METHODS = {
-    "full": Method("all parameters", ("optim.lr={rate}", "optim.values.lr={rate}"), (1e-4, 3e-4, 1e-3)),
+    "full": Method("all parameters", ("optim.lr={rate}", RATE), (1e-4, 3e-4, 1e-3)),
     "values": Method("all values", VALUES, (3e-2, 1e-1, 3e-1)),
     "tfidf": Method("slots by tf-idf", (*VALUES, "finetune={{slots: tfidf, background: counted}}"), (1e-1, 3e-1, 1.0)),
     "kl": Method("slots by KL", (*VALUES, "finetune={{slots: kl, background: counted}}"), (1e-1, 3e-1, 1.0)),
@@ -248,14 +252,11 @@ def recipe_of(method: Method, rate: float, trial: Trial, run: LoadedRun, options
     """The recipe of the run, changed to fine-tune it."""
     keys = [f"train.steps={options.steps}", f"train.batch_tokens={options.sequences * run.recipe.model.context}"]
     keys += [f"train.micro_batch={options.sequences}", f"train.seed={trial.seed}", f"finetune.top={options.top}"]
-    keys += ["optim.schedule=constant", "optim.warmup_steps=0", "optim.values.schedule=constant", "optim.decay_steps=0"]
-    keys += ["optim.values.warmup_steps=0", "optim.weight_decay=0", "optim.values.weight_decay=0", "train.only=all"]
-    keys += [
-        "eval.recalibrate=0",
-        "parallel={memory: 1, shard: false}",
-        "model.dropout=0",
-        *(key.format(rate=rate) for key in method.keys),
-    ]
+    keys += ["optim.schedule=constant", "optim.warmup_steps=0", "optim.decay_steps=0", "optim.weight_decay=0"]
+    keys += ["train.only=all", "eval.recalibrate=0", "parallel={memory: 1, shard: false}", "model.dropout=0"]
+    for memory in run.recipe.model.memories:
+        keys += [f"model.memories.{memory}.optim={CONSTANT}"]
+        keys += [key.format(rate=rate, memory=memory) for key in method.keys]
     return load_recipe(RunDirectory(options.run).recipe_file, keys)
 
 
