@@ -86,15 +86,16 @@ def tokens(novels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+KEYS = "heads: 2, topk: 4, key_dim: 16, optim: {lr: 4e-3}"
 MODELS = {
-    "dense": "projections: dense",
-    "product-key": "memory: {kind: product-key, layers: 2, num_keys: 16, heads: 2, topk: 4, key_dim: 16}",
-    "flat-key": "memory: {kind: flat-key, layers: 2, num_keys: 8, heads: 2, topk: 4, key_dim: 16}",
-    "memory-plus": "memory: {kind: product-key, layers: [1+, 2], num_keys: 16, heads: 2, topk: 4, key_dim: 16, "
-    "share_values: true, gate: silu, value_dim: 24, key_norm: rms, query_norm: none}",
-    "peer": "memory: {kind: peer, layers: 2, num_keys: 16, heads: 2, topk: 4, key_dim: 16}",
-    "ngram": "ngram: {layers: [1, 2], orders: [2, 3], heads: 2, rows: 251, row_dim: 8}",
-    "hash": "projections: hash\n  hash: {bits: 4, extra_bits: 2}",
+    "dense": "null",
+    "product-key": f"{{pkm: {{kind: product-key, layers: 2, num_keys: 16, {KEYS}}}}}",
+    "flat-key": f"{{flat: {{kind: flat-key, layers: 2, num_keys: 8, {KEYS}}}}}",
+    "memory-plus": f"{{plus: {{kind: product-key, layers: [1+, 2], num_keys: 16, {KEYS}, share_values: true, "
+    "gate: silu, value_dim: 24, key_norm: rms, query_norm: none}}",
+    "peer": f"{{experts: {{kind: peer, layers: 2, num_keys: 16, {KEYS}}}}}",
+    "ngram": "{ngrams: {kind: ngram, layers: [1, 2], orders: [2, 3], heads: 2, rows: 251, row_dim: 8}}",
+    "hash": "{tables: {kind: hash, bits: 4, extra_bits: 2}}",
 }
 
 
@@ -112,8 +113,8 @@ model:
   layers: 2
   heads: 2
   context: 32
-  {MODELS[kind]}
-optim: {{lr: 3e-3, schedule: cosine, warmup_steps: 5, values: {{lr: 4e-3}}}}
+  memories: {MODELS[kind]}
+optim: {{lr: 3e-3, schedule: cosine, warmup_steps: 5}}
 train: {{steps: 30, batch_tokens: 256, micro_batch: 4}}
 eval: {{every: 15, tokens: 600}}
 checkpoint: {{every: 10}}
