@@ -22,7 +22,7 @@ MAX_SLOTS = 2**31  # ranks exchange slot numbers as int32
 Optimizer = Literal["row-adam", "adam", "row-sgd"]
 Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
 TableSchedule = Literal[Schedule, "relative"]
-Place = Literal["before", "qkv", "ffn", "beside"]
+Place = Literal["before", "qkv", "values", "ffn", "beside"]
 
 
 class SpecError(ValueError):
@@ -255,7 +255,8 @@ class Spec(Section):
 
     def places(self, beside: bool) -> tuple[Place, ...]:
         """What it is in a block: "before" attention, added to the stream; in place of "qkv" and of attention's output
-        map; in place of the "ffn"; or "beside" the FFN. At most one memory has a layer's "qkv", or its "ffn".
+        map; added to attention's "values"; in place of the "ffn"; or "beside" the FFN. At most one memory has a layer's
+        "qkv", or its "ffn".
 
         Args:
             beside: whether the layer is given as `5+`.
