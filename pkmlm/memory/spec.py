@@ -189,6 +189,7 @@ class Site(NamedTuple):
         share: the initial size of a residual branch over that of a linear map.
         momentum: weight of one forward in running statistics.
         pool: tables that the memory shares with those of other layers; None: it has its own.
+        heads: of attention.
     """
 
     dim: int
@@ -198,6 +199,7 @@ class Site(NamedTuple):
     share: float
     momentum: float
     pool: "Pool | None" = None
+    heads: int = 1
 
 
 @dataclass(frozen=True)

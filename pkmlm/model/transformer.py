@@ -234,7 +234,7 @@ def build_block(recipe: Recipe, vocab_size: int, layer: int, micro_batches: int,
     momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / micro_batches)
     at: dict[Place, dict[str, Any]] = {place: {} for place in get_args(Place)}
     for name, places in model.memory_places().get(layer, {}).items():
-        site = Site(model.dim, layer, name, vocab_size, share, momentum, pools.get(name))
+        site = Site(model.dim, layer, name, vocab_size, share, momentum, pools.get(name), model.heads)
         for place, module in model.memories[name].build(site, places).items():
             at[place][memory_key(name)] = module
     qkv: nn.Module = Linear(model.dim, 3 * model.dim, bias=model.bias)
