@@ -27,7 +27,7 @@ from pkmlm.memory.table import Pool
 from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk
-from pkmlm.model.transformer import FFN, Transformer, build_block, build_pools
+from pkmlm.model.transformer import FFN, Transformer, build_block, build_pools, matrices_of
 from pkmlm.recipe.constraints import MAX_PARAMETERS
 from pkmlm.recipe.schema import Model, Recipe
 
@@ -68,6 +68,7 @@ class BlockCost:
         layer: counted from 1.
         parts: what it is made of, in order: "attention", "ffn", and the memories by name.
         dense: parameters that are not in tables.
+        matrices: those of attention's and the FFN's maps, which Muon may train.
         keys: dense parameters that are keys of memories; with `parallel.shard`, each rank keeps all of them.
         tables: in the order in which the block reads them.
         flops_without_attention: of its maps, keys and tables, over one sequence.
@@ -81,6 +82,7 @@ class BlockCost:
     layer: int
     parts: tuple[str, ...]
     dense: int
+    matrices: int
     keys: int
     tables: tuple[TableCost, ...]
     flops_without_attention: int
@@ -245,6 +247,7 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
         parts=tuple(parts),
         dense=sum(parameter.numel() for parameter in block.parameters())
         - sum(table.parameters for table in tables if table.layers == 1),
+        matrices=sum(block.get_parameter(name).numel() for name in matrices_of(block)),
         keys=sum(keys.numel() for memory in found for keys in memory.key_parameters()),
         tables=tuple(tables),
         flops_without_attention=s * (maps + sum(memory.flops_per_token() for memory in found)),
@@ -265,7 +268,8 @@ def paper_flops(model: Model, layer: int) -> int | None:
         return None
     for name in names:
         return model.memories[name].paper_flops(model.dim, model.context)
-    return 12 * model.context * model.dim**2 if model.ffn_dim in (None, 4 * model.dim) else None
+    plain = model.ffn != "swiglu" and model.inner == 4 * model.dim and model.value_heads * model.head_width == model.dim
+    return 12 * model.context * model.dim**2 if plain else None
 
 
 def saved_per_token(module: nn.Module, model: Model) -> int:
@@ -332,8 +336,8 @@ def attention_features(model: Model) -> int:
 def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_size: int) -> dict[str, int]:
     """An estimate of the memory that training takes in one process, by what it holds.
 
-    weights, gradients, moments: fp32, 4 + 4 + 8 bytes per parameter under Adam, and 2 for the copy that a GPU reads in
-    bf16 and fp16; for values and hash tables, `row_gradient_bytes` instead of a gradient. What `train.only` freezes has
+    weights, gradients, moments: fp32, 4 + 4 + 8 bytes per parameter under Adam (under Muon 4 + 4 + 4), and 2 for the copy that a
+    GPU reads in     bf16 and fp16; for values and hash tables, `row_gradient_bytes` instead of a gradient. What `train.only` freezes has
     only weights.
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward pass, without dropout
     (with `train.recompute`: each block's input, and everything for one block); 2 bytes per number in bf16 and fp16,
@@ -354,6 +358,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     parameters = dense + sum(table.parameters for table in tables)
     tokens = train.micro_batch * model.context
     moving = dense if train.only == "all" else 0
+    by_muon = sum(block.matrices for block in blocks) if moving and recipe.optim.matrices == "muon" else 0
     # Below the first memory, nothing is kept for values alone.
     below = min(model.memory_places()) - 1 if train.only == "values" else 0
     saved = [block.saved for block in blocks[below:]]
@@ -362,7 +367,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     return {
         "weights": (6 if in_half_precision(recipe) else 4) * parameters,
         "gradients": 4 * moving + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in tables),
-        "moments": 8 * moving + sum(moment_bytes(recipe, table) for table in tables),
+        "moments": 8 * moving - 4 * by_muon + sum(moment_bytes(recipe, table) for table in tables),
         "activations": tokens * (3 * model.dim + in_blocks) * (2 if in_half_precision(recipe) else 4),
         "logits": 8 * vocab_size * (min(tokens, tokens_of_chunk("cpu", vocab_size)) + model.dim),
         "search": 4 * min(SCORES["cpu"], tokens * scores),

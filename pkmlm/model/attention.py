@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from pkmlm.kernels.matmul import at_least_fp32, without_autocast
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 from pkmlm.recipe.schema import Model
 
-ROTARY_BASE = 10_000.0
+HEAD_NORM_EPSILON = 1e-6  # of the norm of queries and keys
 
 
 @dataclass
@@ -53,9 +54,9 @@ class AttentionLayout(NamedTuple):
     mask_BTT: Tensor
 
 
-def rotation(positions_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def rotation(positions_T: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., T, width / 2) of rotary positions (..., T), int64, in fp32."""
-    frequency = ROTARY_BASE ** (-torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width)
+    frequency = base ** (-torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width)
     angle_Tw = positions_T[..., None] * frequency
     return angle_Tw.cos(), angle_Tw.sin()
 
@@ -73,12 +74,19 @@ def rotate(x_BhTe: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([a * cos_Tw - b * sin_Tw, b * cos_Tw + a * sin_Tw, rest], -1)
 
 
+def normed(norm: nn.RMSNorm, x_BhTe: Tensor) -> Tensor:
+    """Each head's queries or keys, normalised in fp32 or wider; in their dtype."""
+    with without_autocast(x_BhTe.device):
+        return norm(at_least_fp32(x_BhTe)).to(x_BhTe.dtype)
+
+
 class Attention(nn.Module):
     """Multi-head causal attention. With anything but a softmax it reads whole sequences only: no cache, no layout.
 
     Args:
-        model: the recipe's section: its `dim`, `heads`, `context`, `dropout`, `attention` and `attention_options`.
-        qkv: maps (B, T, D) to (B, T, 3D): a linear map, or one hash layer for all three (MemoryFormer).
+        model: the recipe's section.
+        qkv: maps (B, T, D) to queries, keys and values, side by side: a linear map, or one hash layer for all three
+            (MemoryFormer).
         out: the output projection; None where there is none (MemoryFormer).
         index: of the block, counted from 0, for the cache.
 
@@ -88,8 +96,11 @@ class Attention(nn.Module):
 
     def __init__(self, model: Model, qkv: nn.Module, out: nn.Module | None, index: int):
         super().__init__()
-        self.heads, self.dropout, self.index = model.heads, model.dropout, index
+        self.heads, self.value_heads, self.width = model.heads, model.value_heads, model.head_width
+        self.dropout, self.index = model.dropout, index
         self.qkv, self.out = qkv, out
+        self.query_norm = nn.RMSNorm(self.width, HEAD_NORM_EPSILON) if model.qk_norm else None
+        self.key_norm = nn.RMSNorm(self.width, HEAD_NORM_EPSILON) if model.qk_norm else None
         self.efficient: nn.Module | None = None
         options = model.attention_options
         match model.attention:
@@ -98,7 +109,7 @@ class Attention(nn.Module):
             case "cosformer":
                 self.efficient = CosFormer(model.context)
             case "performer":
-                self.efficient = Performer(model.dim // model.heads, options.features)
+                self.efficient = Performer(model.head_width, options.features)
 
     def forward(
         self,
@@ -120,11 +131,13 @@ class Attention(nn.Module):
         Raises:
             ValueError: a cache or a layout with anything but a softmax.
         """
-        batch, new, dim = x_BTD.shape
-        split = self.qkv(x_BTD).view(batch, new, 3, self.heads, dim // self.heads)
-        q_BhTe, k_BhTe, v_BhTe = split.permute(2, 0, 3, 1, 4)
+        sizes = (self.heads, self.value_heads, self.value_heads)
+        split_BhTe = self.qkv(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        q_BhTe, k_BhTe, v_BhTe = split_BhTe.split(sizes, 1)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BhTe, k_BhTe = normed(self.query_norm, q_BhTe), normed(self.key_norm, k_BhTe)
         if more_BTD is not None:
-            v_BhTe = v_BhTe + more_BTD.to(v_BhTe.dtype).view(batch, new, self.heads, -1).transpose(1, 2)
+            v_BhTe = v_BhTe + more_BTD.to(v_BhTe.dtype).unflatten(-1, (-1, self.width)).transpose(1, 2)
         if cos_sin is not None:
             q_BhTe, k_BhTe = rotate(q_BhTe, cos_sin), rotate(k_BhTe, cos_sin)
         if self.efficient is None:
@@ -133,8 +146,8 @@ class Attention(nn.Module):
             mixed_BhTe = self.efficient(q_BhTe, k_BhTe, v_BhTe)
         else:
             raise ValueError("only softmax attention reads a cache or a layout")
-        y_BTD = mixed_BhTe.transpose(1, 2).reshape(batch, new, dim)
-        return y_BTD if self.out is None else self.out(y_BTD)
+        y_BTE = mixed_BhTe.transpose(1, 2).flatten(2)
+        return y_BTE if self.out is None else self.out(y_BTE)
 
     def _softmax(
         self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: KVCache | None, layout: AttentionLayout | None
@@ -153,4 +166,5 @@ class Attention(nn.Module):
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None and new == total and new > 1,
+            enable_gqa=self.value_heads < self.heads,
         )

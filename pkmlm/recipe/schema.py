@@ -19,7 +19,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from pkmlm.memory.registry import SPECS
-from pkmlm.memory.spec import MAX_INT, Place, Schedule, Section, Spec, TableOptim
+from pkmlm.memory.spec import MAX_INT, Lookback, Place, Schedule, Section, Spec, TableOptim
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -116,17 +116,32 @@ class Model:
     dim: Size = key(512, "width of the residual stream")
     layers: int = key(6, "transformer blocks", ge=1, le=10_000)
     heads: Size = key(8, "attention heads")
+    kv_heads: Size | None = key(
+        None, "heads of keys and values, which divide the heads: as many queries read each; null: heads"
+    )
+    head_dim: Size | None = key(None, "width of a head; null: dim / heads")
     context: Size = key(512, "tokens per sequence")
     positions: Literal["learned", "rotary"] = key("learned", "position information")
     rotary_fraction: float = key(1.0, "share of each attention head's width that is rotated (Pythia: 0.25)", gt=0, le=1)
+    rotary_base: float = key(10_000.0, "base of the rotation's frequencies", ge=1, le=1e9)
+    qk_norm: bool = key(False, "an RMS norm of each head's queries and keys, with learnt gains, before the rotation")
     attention: Literal["softmax", "linformer", "cosformer", "performer"] = key(
         "softmax", "kind of attention; only softmax can generate and be exported"
     )
     attention_options: AttentionOptions = key(AttentionOptions, "sizes of the other kinds of attention")
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
-    ffn_dim: Size | None = key(None, "inner width of the FFN; null: 4 * dim")
-    activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
-    bias: bool = key(True, "biases in the maps of attention and FFN; those of memories always have them")
+    norm: Literal["rms", "layer"] = key("layer", "norms of the residual stream")
+    ffn: Literal["swiglu", "gelu", "relu"] = key("gelu", "activation of the FFN; swiglu: silu(W1 x) * W2 x")
+    ffn_dim: Size | None = key(
+        None, "inner width of the FFN; null: 4 * dim, with swiglu 8/3 * dim, rounded up to a multiple of 64"
+    )
+    bias: Literal["none", "qkv", "all"] = key(
+        "all", "biases in the maps of attention and FFN: none, those of queries, keys and values, or all"
+    )
+    smear: bool = key(False, "add a part of the embedding of the token before, by a gate, to that of each token")
+    init: Literal["small", "zero-out"] = key(
+        "small", "initial size of the maps that write into the stream: small, or zero"
+    )
     tie_embeddings: bool = key(True, "the output head shares the token embedding")
     dropout: Fraction = key(
         0.0, "dropout probability, of embeddings, attention (softmax, linformer) and blocks' outputs"
@@ -136,14 +151,37 @@ class Model:
     )
 
     @property
+    def head_width(self) -> int:
+        """Entries of a head."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def value_heads(self) -> int:
+        """Heads of keys, and of values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        """The inner width of the FFN."""
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        return -(-8 * self.dim // (3 * 64)) * 64 if self.ffn == "swiglu" else 4 * self.dim
+
+    @property
     def rotary_width(self) -> int:
-        """How many of a head's dim / heads entries rotate; even in a checked recipe."""
-        return round(self.rotary_fraction * (self.dim // self.heads))
+        """How many of a head's entries rotate; even in a checked recipe."""
+        return round(self.rotary_fraction * self.head_width)
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of its memories, each once."""
         return [*dict.fromkeys(memory.kind for memory in self.memories.values())]
+
+    @property
+    def lookbacks(self) -> list[Lookback]:
+        """What its parts need to know of the tokens before each."""
+        asked = [memory.lookback for memory in self.memories.values()]
+        return [each for each in asked if each] + [Lookback("plain", 1, 1)] * self.smear
 
     def memory_places(self) -> dict[int, dict[str, tuple[Place, ...]]]:
         """The memories in each layer that has one, and their places there: layer, from 1 -> name -> places."""
@@ -155,8 +193,20 @@ class Model:
 
 
 @dataclass(frozen=True, config=STRICT)
+class Muon:
+    lr: LearningRate = key(2e-2, "peak learning rate of the matrices")
+    momentum: Fraction = key(0.95, "momentum of their gradients (Nesterov's)")
+    weight_decay: WeightDecay = key(0.0, "decoupled weight decay of the matrices")
+
+
+@dataclass(frozen=True, config=STRICT)
 class Optim:
-    lr: LearningRate = key(2.5e-4, "peak learning rate")
+    lr: LearningRate = key(2.5e-4, "peak learning rate of all that neither a memory nor Muon trains")
+    matrices: Literal["muon", "adamw"] = key(
+        "adamw",
+        "the optimizer of attention's and the FFN's matrices; muon: torch.optim.Muon, on the schedule of optim",
+    )
+    muon: Muon = key(Muon, "matrices: muon")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.98), "Adam's decay rates")
     eps: Epsilon = key(1e-8, "Adam's epsilon")
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")

@@ -44,7 +44,7 @@ class Job:
     @cached_property
     def token_ids(self) -> dict[str, np.ndarray]:
         """By the sort of ids that memories ask for, the id of each row of the embedding, by which they know tokens."""
-        asked = [memory.lookback.ids for memory in self.recipe.model.memories.values() if memory.lookback]
+        asked = [lookback.ids for lookback in self.recipe.model.lookbacks]
         return {ids: canonical_ids(self.tokenizer, self.vocab_size, ids == "canonical") for ids in sorted(set(asked))}
 
     @property
