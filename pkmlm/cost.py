@@ -277,7 +277,7 @@ def saved_per_token(module: nn.Module, model: Model) -> int:
     sides of an FFN's activation, and what attention and memories keep. Dropout is left out."""
     if isinstance(module, SparseMemory):
         return module.saved_per_token()
-    if isinstance(module, nn.LayerNorm):
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return 2 * module.normalized_shape[0]
     if isinstance(module, FFN):
         return 2 * module.up.out_features
@@ -286,7 +286,8 @@ def saved_per_token(module: nn.Module, model: Model) -> int:
 
 
 def attention_flops(model: Model) -> int:
-    """Multiply-adds of attention over one sequence, without its maps; not halved for causality, as MemoryFormer counts.
+    """Multiply-adds of attention over one sequence, without its maps; not halved for causality, as MemoryFormer counts. d is
+    the width of all heads.
 
     softmax: scores and weighted sums, 2 s^2 d.
     linformer: both over a token's block of c and the K rows of all blocks but the last, 2 s (K + c) d; and these rows.
@@ -294,14 +295,14 @@ def attention_flops(model: Model) -> int:
     once a chunk, 2 h (s - C) M (e + 1); the 1 added to e is the sum of the weights. Performer's features: 2 s M d.
     (h heads, each e wide with M features.)
     """
-    s, d, options = model.context, model.dim, model.attention_options
+    s, d, options = model.context, model.heads * model.head_width, model.attention_options
     if model.attention == "softmax":
         return 2 * s * s * d
     if model.attention == "linformer":
         blocks, size = -(-s // options.block), options.block
         rows = (blocks - 1) * options.rank
         return 2 * blocks * size * (rows + size) * d + 2 * size * rows * d
-    chunk, features, width = min(CHUNK, s), attention_features(model), d // model.heads + 1
+    chunk, features, width = min(CHUNK, s), attention_features(model), model.head_width + 1
     tokens = -(-s // chunk) * chunk
     maps = 2 * s * features * d if model.attention == "performer" else 0
     return maps + model.heads * (tokens * chunk * (features + width) + 2 * (tokens - chunk) * features * width)
@@ -314,14 +315,17 @@ def attention_saved(model: Model) -> int:
     softmax: no scores. linformer: the keys and values that a block sees. cosformer, performer: for each head, features,
     weights within the chunk and, in all but the last chunk, the sums and what they are made of.
     """
-    d, options = model.dim, model.attention_options
-    saved = 4 * d + (3 * d if model.positions == "rotary" else 0)
+    d, options = model.heads * model.head_width, model.attention_options
+    read = model.value_heads * model.head_width
+    saved = 2 * d + 2 * read + ((3 * (d + read) // 2) if model.positions == "rotary" else 0)
+    if model.qk_norm:
+        saved += d + read
     if model.attention == "softmax":
         return saved
     if model.attention == "linformer":
         rows = (-(-model.context // options.block) - 1) * options.rank
         return saved + d + 2 * d * (rows + options.block) // options.block
-    chunk, features, width = min(CHUNK, model.context), attention_features(model), d // model.heads
+    chunk, features, width = min(CHUNK, model.context), attention_features(model), model.head_width
     count = -(-model.context // chunk)
     near = 6 * features + width + 3 * chunk if model.attention == "performer" else 2 * features + width + 2 * chunk
     far = (2 * features + width + features * width // chunk) * (count - 1) // count
@@ -330,15 +334,15 @@ def attention_saved(model: Model) -> int:
 
 def attention_features(model: Model) -> int:
     """Features of a head: Performer's number is set by the recipe; cosFormer has a cosine and a sine of each entry."""
-    return model.attention_options.features if model.attention == "performer" else 2 * (model.dim // model.heads)
+    return model.attention_options.features if model.attention == "performer" else 2 * model.head_width
 
 
 def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_size: int) -> dict[str, int]:
     """An estimate of the memory that training takes in one process, by what it holds.
 
-    weights, gradients, moments: fp32, 4 + 4 + 8 bytes per parameter under Adam (under Muon 4 + 4 + 4), and 2 for the copy that a
-    GPU reads in     bf16 and fp16; for values and hash tables, `row_gradient_bytes` instead of a gradient. What `train.only` freezes has
-    only weights.
+    weights, gradients, moments: fp32, 4 + 4 + 8 bytes per parameter under Adam (under Muon 4 + 4 + 4), and 2 for the
+    copy that a GPU reads in bf16 and fp16; for values and hash tables, `row_gradient_bytes` instead of a gradient. What
+    `train.only` freezes has only weights.
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward pass, without dropout
     (with `train.recompute`: each block's input, and everything for one block); 2 bytes per number in bf16 and fp16,
     otherwise 4; SDPA is assumed to keep no s^2 scores.
