@@ -234,6 +234,9 @@ class Optim:
 @dataclass(frozen=True, config=STRICT)
 class Train:
     steps: Size = key(20000, "optimizer steps")
+    epochs: Size | None = key(
+        None, "in place of steps: how often all tokens are read, documents in another order each time; null: steps"
+    )
     batch_tokens: Size = key(65536, "tokens per optimizer step, over all ranks and micro-batches")
     micro_batch: Size = key(16, "sequences per forward pass of a rank")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "precision of the forward pass; weights stay fp32")
@@ -325,6 +328,17 @@ class Recipe:
         }
         relative = any(group.schedule == "relative" for group in tables.values())  # to the schedule of `optim`
         return {"optim": self.optim, **tables} if self.train.only == "all" or relative else {**tables}
+
+    def with_epochs(self, tokens: int) -> "Recipe":
+        """With `train.epochs`, the recipe whose `train.steps` are as many as they take; otherwise this one.
+
+        Args:
+            tokens: of the train split.
+        """
+        if self.train.epochs is None:
+            return self
+        drawn = self.train.epochs * -(-tokens // self.model.context)
+        return replace(self, train=replace(self.train, steps=-(-drawn // self.sequences)))
 
     def micro_batches(self, ranks: int = 1) -> int:
         """Micro-batches of an optimizer step on each of `ranks` ranks."""

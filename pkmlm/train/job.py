@@ -71,6 +71,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
         hint = "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote"
         raise UserError(f"{recipe_file}: data.dir is not set", hint)
     corpus, tokenizer = Corpus(folders, "train"), open_tokenizer(folders)
+    recipe = recipe.with_epochs(corpus.tokens)
     valid = Corpus(folders, "valid") if "valid" in corpus.splits else None
     if verify:
         corpus.verify()
