@@ -1,0 +1,67 @@
+"""What follows from the keys of a recipe's `model`, whether they come from a recipe or from an export's configuration.
+Nothing here imports torch or pydantic.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pkmlm.memory.spec import Lookback, Place, Spec
+
+
+class Shape:
+    """Keys of `model`, under their own names; its classes hold the values."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int | None
+    head_dim: int | None
+    rotary_fraction: float
+    ffn: str
+    ffn_dim: int | None
+    smear: bool
+    memories: "Mapping[str, Spec]"
+
+    @property
+    def head_width(self) -> int:
+        """Entries of a head."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def value_heads(self) -> int:
+        """Heads of keys, and of values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        """The inner width of the FFN."""
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        return -(-8 * self.dim // (3 * 64)) * 64 if self.ffn == "swiglu" else 4 * self.dim
+
+    @property
+    def rotary_width(self) -> int:
+        """How many of a head's entries rotate; even in a checked recipe."""
+        return round(self.rotary_fraction * self.head_width)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of its memories, each once."""
+        return [*dict.fromkeys(memory.kind for memory in self.memories.values())]
+
+    @property
+    def lookbacks(self) -> "list[Lookback]":
+        """What its parts need to know of the tokens before each."""
+        from pkmlm.memory.spec import Lookback
+
+        asked = [memory.lookback for memory in self.memories.values()]
+        return [each for each in asked if each] + [Lookback("plain", 1, 1)] * self.smear
+
+    def memory_places(self) -> "dict[int, dict[str, tuple[Place, ...]]]":
+        """The memories in each layer that has one, and their places there: layer, from 1 -> name -> places."""
+        found: dict[int, dict[str, tuple[Place, ...]]] = {}
+        for name, memory in self.memories.items():
+            for layer, places in memory.layer_places(self.layers).items():
+                found.setdefault(layer, {})[name] = places
+        return dict(sorted(found.items()))
