@@ -286,8 +286,8 @@ def saved_per_token(module: nn.Module, model: Model) -> int:
 
 
 def attention_flops(model: Model) -> int:
-    """Multiply-adds of attention over one sequence, without its maps; not halved for causality, as MemoryFormer counts. d is
-    the width of all heads.
+    """Multiply-adds of attention over one sequence, without its maps; not halved for causality, as MemoryFormer
+    counts. d is the width of all heads.
 
     softmax: scores and weighted sums, 2 s^2 d.
     linformer: both over a token's block of c and the K rows of all blocks but the last, 2 s (K + c) d; and these rows.

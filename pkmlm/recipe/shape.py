@@ -3,10 +3,8 @@ Nothing here imports torch or pydantic.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pkmlm.memory.spec import Lookback, Place, Spec
+from pkmlm.memory.spec import Lookback, Place, Spec
 
 
 class Shape:
@@ -21,7 +19,7 @@ class Shape:
     ffn: str
     ffn_dim: int | None
     smear: bool
-    memories: "Mapping[str, Spec]"
+    memories: Mapping[str, Spec]
 
     @property
     def head_width(self) -> int:
@@ -51,14 +49,12 @@ class Shape:
         return [*dict.fromkeys(memory.kind for memory in self.memories.values())]
 
     @property
-    def lookbacks(self) -> "list[Lookback]":
+    def lookbacks(self) -> list[Lookback]:
         """What its parts need to know of the tokens before each."""
-        from pkmlm.memory.spec import Lookback
-
         asked = [memory.lookback for memory in self.memories.values()]
         return [each for each in asked if each] + [Lookback("plain", 1, 1)] * self.smear
 
-    def memory_places(self) -> "dict[int, dict[str, tuple[Place, ...]]]":
+    def memory_places(self) -> dict[int, dict[str, tuple[Place, ...]]]:
         """The memories in each layer that has one, and their places there: layer, from 1 -> name -> places."""
         found: dict[int, dict[str, tuple[Place, ...]]] = {}
         for name, memory in self.memories.items():
