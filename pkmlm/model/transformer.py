@@ -78,7 +78,7 @@ class Smear(nn.Module):
         return x_BTD + self.scale_1 * torch.sigmoid(self.gate(x_BTD[..., :SMEARED])) * before_BTD
 
 
-def stream_norm(model: Model) -> nn.Module:
+def stream_norm(model: "Model") -> nn.Module:
     """A norm of the residual stream."""
     return nn.LayerNorm(model.dim) if model.norm == "layer" else nn.RMSNorm(model.dim, NORM_EPSILON)
 
