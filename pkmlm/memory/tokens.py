@@ -34,11 +34,13 @@ class Past(NamedTuple):
         places_BTj: the place of the token itself, counted from 1 among all positions so far, then of the one before it,
             and so on; 0: there is none.
         cache: holds what the layers have computed for earlier positions; None: all positions are new.
+        begins_BS: which positions so far begin a document.
     """
 
     ids_BTG: Tensor
     places_BTj: Tensor
     cache: History | None
+    begins_BS: Tensor
 
     def earlier(self, name: str, x_BTD: Tensor, places_BTi: Tensor) -> list[Tensor]:
         """What new positions x (B, T, D), and those before them, hold at i places, each (B, T, D); zero at place 0.
@@ -114,7 +116,7 @@ class TokenIds(nn.Module):
             places.append(before_BZ.gather(1, places[-1]))
         ids_BTG = torch.stack([ids_BZ.gather(1, place) for place in places[: self.order]], -1)
         self.tap.tell(ids_BTG.flatten(0, 1))
-        return Past(ids_BTG, torch.stack(places, -1), cache)
+        return Past(ids_BTG, torch.stack(places, -1), cache, ids_BS == 0)
 
 
 def at_places(x_BSD: Tensor, places_BTi: Tensor) -> list[Tensor]:

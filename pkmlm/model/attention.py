@@ -60,6 +60,28 @@ class AttentionLayout(NamedTuple):
     mask_BTT: Tensor
 
 
+def within_documents(begins_BS: Tensor, new: int, layout: AttentionLayout | None = None) -> AttentionLayout | None:
+    """The layout of tokens that attend to their own document alone, and whose positions are counted from its beginning.
+
+    Args:
+        begins_BS: which positions so far begin a document (bool).
+        new: how many of them are new (T), the last ones.
+        layout: positions and mask of tokens that are not a plain sequence: it keeps the positions.
+
+    Returns:
+        None where all tokens are of one document and a plain sequence (on a GPU this is not found out: it would wait).
+    """
+    if layout is None and begins_BS.device.type == "cpu" and not bool(begins_BS[:, 1:].any()):
+        return None
+    document_BS = begins_BS.cumsum(1)
+    same_BTS = document_BS[:, -new:, None] == document_BS[:, None]
+    if layout is not None:
+        return layout._replace(mask_BTT=layout.mask_BTT & same_BTS)
+    place_S = torch.arange(begins_BS.shape[1], device=begins_BS.device)
+    first_BS = (begins_BS * place_S).cummax(1).values
+    return AttentionLayout((place_S - first_BS)[:, -new:], same_BTS & (place_S[-new:, None] >= place_S))
+
+
 def rotation(positions_T: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., T, width / 2) of rotary positions (..., T), int64, in fp32."""
     frequency = base ** (-torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width)

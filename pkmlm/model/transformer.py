@@ -19,7 +19,7 @@ from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.spec import Lookback, Place, Site
 from pkmlm.memory.table import Pool, Values, tables_of
 from pkmlm.memory.tokens import Past, TokenIds
-from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
+from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation, within_documents
 from pkmlm.model.loss import summed_loss
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ class Network(nn.Module):
         self.pools = nn.ModuleDict({memory_key(name): pool for name, pool in pools.items()})
         self.token_ids = nn.ModuleDict(token_ids(model, vocab_size))
         self.norm = stream_norm(model)
+        self.document_mask = model.document_mask
 
     def states(
         self,
@@ -198,6 +199,8 @@ class Network(nn.Module):
             raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
         order = layout if seen_BS is None else None
         pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in self.token_ids.items()}
+        if self.document_mask:
+            layout = within_documents(pasts["plain"].begins_BS, length, layout)
         x_BTD = self.embedding(tokens_BT) if embedded_BTD is None else embedded_BTD
         if self.smear is not None:
             x_BTD = self.smear(x_BTD, pasts["plain"])

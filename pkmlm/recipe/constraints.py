@@ -168,6 +168,9 @@ def check_attention(check: Check, recipe: Recipe) -> None:
     if model.heads % model.value_heads:
         message = f"{model.value_heads} do not divide model.heads {model.heads}"
         check.fail("model.kv_heads", message, f"a divisor of {model.heads}", "model.heads")
+    if model.attention != "softmax" and model.document_mask:
+        found = f"found true, but {model.attention} attention sees all that stands before"
+        check.fail("model.document_mask", found, "false", "model.attention")
     if model.attention != "softmax" and model.value_heads < model.heads:
         check.fail("model.kv_heads", f"{model.attention} attention has as many as heads", "null", "model.attention")
     if model.attention == "linformer":

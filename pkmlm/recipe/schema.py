@@ -139,6 +139,9 @@ class Model(Shape):
     bias: Literal["none", "qkv", "all"] = key(
         "all", "biases in the maps of attention and FFN: none, those of queries, keys and values, or all"
     )
+    document_mask: bool = key(
+        False, "attention stays within a document, and positions are counted from its beginning; softmax only"
+    )
     smear: bool = key(False, "add a part of the embedding of the token before, by a gate, to that of each token")
     init: Literal["small", "zero-out"] = key(
         "small", "initial size of the maps that write into the stream: small, or zero"

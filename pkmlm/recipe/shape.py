@@ -19,6 +19,7 @@ class Shape:
     ffn: str
     ffn_dim: int | None
     smear: bool
+    document_mask: bool
     memories: Mapping[str, Spec]
 
     @property
@@ -52,7 +53,8 @@ class Shape:
     def lookbacks(self) -> list[Lookback]:
         """What its parts need to know of the tokens before each."""
         asked = [memory.lookback for memory in self.memories.values()]
-        return [each for each in asked if each] + [Lookback("plain", 1, 1)] * self.smear
+        own = [Lookback("plain", 1, int(self.smear))] if self.smear or self.document_mask else []
+        return [each for each in asked if each] + own
 
     def memory_places(self) -> dict[int, dict[str, tuple[Place, ...]]]:
         """The memories in each layer that has one, and their places there: layer, from 1 -> name -> places."""
