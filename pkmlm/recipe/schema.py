@@ -122,31 +122,31 @@ class Model(Shape):
     )
     head_dim: Size | None = key(None, "width of a head; null: dim / heads")
     context: Size = key(512, "tokens per sequence")
-    positions: Literal["learned", "rotary"] = key("learned", "position information")
+    positions: Literal["learned", "rotary"] = key("rotary", "position information")
     rotary_fraction: float = key(1.0, "share of each attention head's width that is rotated (Pythia: 0.25)", gt=0, le=1)
     rotary_base: float = key(10_000.0, "base of the rotation's frequencies", ge=1, le=1e9)
-    qk_norm: bool = key(False, "an RMS norm of each head's queries and keys, with learnt gains, before the rotation")
+    qk_norm: bool = key(True, "an RMS norm of each head's queries and keys, with learnt gains, before the rotation")
     attention: Literal["softmax", "linformer", "cosformer", "performer"] = key(
         "softmax", "kind of attention; only softmax can generate and be exported"
     )
     attention_options: AttentionOptions = key(AttentionOptions, "sizes of the other kinds of attention")
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
-    norm: Literal["rms", "layer"] = key("layer", "norms of the residual stream")
-    ffn: Literal["swiglu", "gelu", "relu"] = key("gelu", "activation of the FFN; swiglu: silu(W1 x) * W2 x")
+    norm: Literal["rms", "layer"] = key("rms", "norms of the residual stream")
+    ffn: Literal["swiglu", "gelu", "relu"] = key("swiglu", "activation of the FFN; swiglu: silu(W1 x) * W2 x")
     ffn_dim: Size | None = key(
         None, "inner width of the FFN; null: 4 * dim, with swiglu 8/3 * dim, rounded up to a multiple of 64"
     )
     bias: Literal["none", "qkv", "all"] = key(
-        "all", "biases in the maps of attention and FFN: none, those of queries, keys and values, or all"
+        "none", "biases in the maps of attention and FFN: none, those of queries, keys and values, or all"
     )
     document_mask: bool = key(
-        False, "attention stays within a document, and positions are counted from its beginning; softmax only"
+        True, "attention stays within a document, and positions are counted from its beginning; softmax only"
     )
     smear: bool = key(False, "add a part of the embedding of the token before, by a gate, to that of each token")
     init: Literal["small", "zero-out"] = key(
-        "small", "initial size of the maps that write into the stream: small, or zero"
+        "zero-out", "initial size of the maps that write into the stream: small, or zero"
     )
-    tie_embeddings: bool = key(True, "the output head shares the token embedding")
+    tie_embeddings: bool = key(False, "the output head shares the token embedding")
     dropout: Fraction = key(
         0.0, "dropout probability, of embeddings, attention (softmax, linformer) and blocks' outputs"
     )
@@ -164,16 +164,16 @@ class Muon:
 
 @dataclass(frozen=True, config=STRICT)
 class Optim:
-    lr: LearningRate = key(2.5e-4, "peak learning rate of all that neither a memory nor Muon trains")
+    lr: LearningRate = key(3e-3, "peak learning rate of all that neither a memory nor Muon trains")
     matrices: Literal["muon", "adamw"] = key(
-        "adamw",
+        "muon",
         "the optimizer of attention's and the FFN's matrices; muon: torch.optim.Muon, on the schedule of optim",
     )
     muon: Muon = key(Muon, "matrices: muon")
-    betas: tuple[Fraction, Fraction] = key((0.9, 0.98), "Adam's decay rates")
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "Adam's decay rates")
     eps: Epsilon = key(1e-8, "Adam's epsilon")
-    schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
-    warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
+    schedule: Schedule = key("cosine", "learning-rate schedule")
+    warmup_steps: Steps = key(200, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: Share = key(
         0.1, "cosine and linear end at this share of the peak, decay_steps at this share of the schedule"
     )
