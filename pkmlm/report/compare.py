@@ -280,7 +280,7 @@ def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts], evaluation
     valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl, test_bits_per_byte (of the
     evaluation of the test split at the highest step), test_text_sha256 (of what it read), tasks_step, tasks ({name:
     {"acc", ...}}, see `task_scores`), usage_step, usage (memories of the usage report of the test split at the highest
-    step). The kind is dense, hash, the kind of memory, ngram, or several of them joined by " + ".
+    step). The kind is dense, or those of its memories, joined by " + ".
     """
     recorded, recipe, latest = run.facts(), run.recipe(), run.of_latest(read_progress)
     parameters = latest.parameters if latest else recorded.get("parameters") or {}
