@@ -59,7 +59,8 @@ def find_memory(model: Modules, which: str | None) -> SparseMemory:
     fitting = [memory for memory in found if wanted <= set(filter(None, names[memory]))]
     if not fitting:
         expected = ", ".join(":".join(filter(None, each)) for each in names.values())
-        raise UserError(f"no memory {which} (expected {expected})")
+        what = f"at layer {which}" if which and which[0].isdecimal() else f"named {which}"
+        raise UserError(f"no memory {what} (expected {expected})")
     return fitting[-1]
 
 
