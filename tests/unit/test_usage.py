@@ -29,7 +29,6 @@ from pkmlm.report.metrics import METRICS
 from pkmlm.report.tables import usage_tables
 from pkmlm.report.usage_report import load_usage, save_usage
 
-
 TABLES = Addresses(8, 4, tables=True)
 
 
