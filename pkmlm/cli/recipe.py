@@ -22,7 +22,7 @@ def command() -> None:
     \b
     Examples:
       pkmlm recipe check mine.yaml
-      pkmlm recipe show demo -s model.memory.kind=none
+      pkmlm recipe show demo -s model.memories=null
       pkmlm recipe keys
     """
 

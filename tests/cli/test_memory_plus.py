@@ -21,10 +21,10 @@ def report(*arguments: object) -> list[dict]:
 def test_the_usage_of_a_pool(trained) -> None:
     run = trained("memory-plus")
     first, second, pool = report(run)
-    assert [(memory["layer"], memory["name"]) for memory in (first, second, pool)] == [
-        (1, "memory"),
-        (2, "memory"),
-        (0, "pool"),
+    assert [(memory["memory"], memory["layer"]) for memory in (first, second, pool)] == [
+        ("plus", 1),
+        ("plus", 2),
+        ("plus", None),
     ]
     assert pool["reads"] == first["reads"] + second["reads"]
     assert pool["slots"] == 256
@@ -55,10 +55,10 @@ def test_pictures_page_and_arrays_of_a_pool(trained, tmp_path: Path) -> None:
         tmp_path / "a.npz",
     )
     names = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert {"memory-plus-map-pool.png", "memory-plus-map-layer-1-memory.png"} <= names
+    assert {"memory-plus-map-plus.png", "memory-plus-map-layer-1-plus.png"} <= names
     assert (tmp_path / "page.html").stat().st_size > 10_000
     with np.load(tmp_path / "a.npz") as arrays:
-        assert arrays["0.pool.counts"].shape == (4, 256)
+        assert arrays["plus.counts"].shape == (4, 256)
 
 
 @pytest.mark.parametrize("kind", ["memory-plus", "peer"])
@@ -70,19 +70,21 @@ def test_validation_and_comparison_tell_the_weights(trained, kind: str) -> None:
     facts = json.loads(pkmlm("compare", run, "--format", "json").stdout)["runs"][0]
     assert facts["kind"] == ("product-key" if kind == "memory-plus" else "peer")
     text = pkmlm("compare", run).stdout
-    assert ("pool" in text) == (kind == "memory-plus")
+    usage = [line.split() for line in text.split("Memory use")[1].splitlines() if line.startswith(kind)]
+    expected = {"memory-plus": ["1 plus", "2 plus", "plus 256"], "peer": ["2 experts"]}
+    assert [" ".join(words[1:3]) for words in usage] == expected[kind]
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_slots_speak_through_the_map_and_the_gate_is_told(trained) -> None:
     run = trained("memory-plus")
     found = json.loads(pkmlm("slots", run, "--layer", 1, "--top", 3, "--json").stdout)
-    assert found["gated"] is True
+    assert found["left_out"] == ["gate"]
     slot = found["slots"][0]
     loaded = load_run(run)
     memory = find_memory(loaded.model, "1")
     with torch.no_grad():
-        row = loaded.model.pool.values.weight_KD[slot["slot"]]
+        row = loaded.model.pools["memory_plus"].values.weight_KD[slot["slot"]]
         v = memory.output.weight @ row
         v = (v - v.mean()) / v.std(correction=0)
         logits = (loaded.model.norm.weight * v) @ loaded.model.embedding.weight.T
@@ -95,7 +97,7 @@ def test_slots_speak_through_the_map_and_the_gate_is_told(trained) -> None:
     assert "gate" in text.partition("\n\n")[2]
     assert all(len(line) <= 80 for line in text.splitlines())
     plain = json.loads(pkmlm("slots", trained("peer"), "--top", 3, "--json").stdout)
-    assert plain["gated"] is False
+    assert plain["left_out"] == ["activation"]
     assert "activation left out" in pkmlm("slots", trained("peer"), "--slot", plain["slots"][0]["slot"]).stdout
     assert plain["slots"][0]["subkeys"][0] < 16
 
@@ -119,14 +121,14 @@ def test_a_run_may_start_from_tables_of_another_shape_of_memory(trained, write_r
         "-s",
         "train.steps=1",
         "-s",
-        "model.memory.scores=relu",
+        "model.memories.plus.scores=relu",
     ]
     recipe = write_recipe(tmp_path, "memory-plus")
     pkmlm("train", recipe, "-o", tmp_path / "pool", *changes)
     log = (tmp_path / "pool/train.log").read_text()
-    assert "model.memory.scores is softmax there and relu here" in log
+    assert "model.memories.plus.scores is softmax there and relu here" in log
     assert "pool" not in log.partition("train.init_from")[2].splitlines()[0]
-    pkmlm("train", recipe, "-o", tmp_path / "own", *changes, "-s", "model.memory.share_values=false")
+    pkmlm("train", recipe, "-o", tmp_path / "own", *changes, "-s", "model.memories.plus.share_values=false")
     told = next(line for line in (tmp_path / "own/train.log").read_text().splitlines() if "train.init_from" in line)
-    assert "memory.values.weight_KD (layers 1, 2)" in told
-    assert "pool.values.weight_KD" in told
+    assert "initialized anew: plus.values.weight_KD (layers 1, 2)" in told
+    assert "left out: plus.values.weight_KD;" in told

@@ -94,6 +94,10 @@ class NGramMemory(SparseMemory):
     def init_spec(self) -> dict[str, InitSpec]:
         return {"multipliers_HG": Multipliers(self.orders)}
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return super().left_out if self.conv is None else (*super().left_out, "convolution")
+
     def answer(self, slots_S: Tensor) -> Tensor:
         """What each row adds to the value, without the convolution; with "add", the row times the factor."""
         rows_Se = super().answer(slots_S)
