@@ -36,7 +36,7 @@ from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.step import StepResult, TrainState, train_step
 from pkmlm.train.validation import recalibrate
-from tests.golden.test_curves import KEYS, PLUS, Stream, with_memories
+from tests.golden.test_curves import KEYS, Stream, with_memories
 from tests.golden.test_curves import MODELS as GOLDEN
 
 TWO = {**KEYS, "layers": ("1", "2")}
