@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from pkmlm.errors import UserError
 from pkmlm.memory.spec import MAX_SLOTS, SpecError
+from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Model, Recipe
 
 MAX_PARAMETERS = 2**40
@@ -58,7 +59,7 @@ def check_memories(check: Check, model: Model) -> None:
     """Memories have names, can be built, and do not compete for a place."""
     taken: dict[tuple[int, str], str] = {}
     for name, memory in model.memories.items():
-        key = f"model.memories.{name}"
+        key = f"model.memories.{shorten(name)}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name) or name in TAKEN_NAMES:
             expected = f"at most 40 letters, digits, _ and -, a letter first, and not {' or '.join(TAKEN_NAMES)}"
             check.fail(key, "found this name", expected)
