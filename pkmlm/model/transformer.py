@@ -271,7 +271,8 @@ def build_model(
 
     Memories that look rows up by the tokens know no tokenizer yet: to train them, fill the `ids_V` of `token_ids`.
 
-    A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`).
+    A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`,
+    with its `streams`).
 
     Args:
         recipe: a checked recipe.

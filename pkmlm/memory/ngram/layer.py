@@ -71,6 +71,8 @@ class NGramMemory(SparseMemory):
         name: str = "ngrams",
     ):
         super().__init__()
+        if dim < 1:
+            raise ValueError(f"dim: found {dim} (expected 1 or more)")
         self.spec: NGramSpec
         spec = self.spec = NGramSpec(
             orders=orders, heads=heads, rows=rows, row_dim=row_dim, fusion=fusion, conv=conv, canonical=canonical
