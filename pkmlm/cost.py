@@ -233,7 +233,12 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
         for table in memory.read_tables()
     ]
     parts: list[str] = []
-    for name, part in (*block.before.items(), ("attention", block.attention), *block.parts.items()):
+    for name, part in (
+        *block.before.items(),
+        *block.values.items(),
+        ("attention", block.attention),
+        *block.parts.items(),
+    ):
         parts += [" ".join(filter(None, (memory.tap.name, memory.tap.part))) for memory in memories(part)] or [name]
     return BlockCost(
         layer=layer,

@@ -73,7 +73,8 @@ def init_spec_of(module: nn.Module) -> dict[str, InitSpec]:
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return {"weight": Constant(1.0), "bias": Constant(0.0)}
     if isinstance(module, Linear):
-        std = module.initial_std or linear_std(module.in_features, module.out_features)
+        small = linear_std(module.in_features, module.out_features)
+        std = small if module.initial_std is None else module.initial_std
         return {"weight": Normal(std), "bias": Constant(0.0)}
     if isinstance(module, nn.Embedding):
         return {"weight": Normal(linear_std(module.embedding_dim, module.embedding_dim))}

@@ -22,7 +22,7 @@ MAX_SLOTS = 2**31  # ranks exchange slot numbers as int32
 Optimizer = Literal["row-adam", "adam", "row-sgd"]
 Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
 TableSchedule = Literal[Schedule, "relative"]
-Place = Literal["before", "qkv", "ffn", "beside"]
+Place = Literal["before", "qkv", "values", "ffn", "beside"]
 
 
 class SpecError(ValueError):
@@ -189,6 +189,7 @@ class Site(NamedTuple):
         share: the initial size of a residual branch over that of a linear map.
         momentum: weight of one forward in running statistics.
         pool: tables that the memory shares with those of other layers; None: it has its own.
+        heads: of attention.
     """
 
     dim: int
@@ -198,6 +199,7 @@ class Site(NamedTuple):
     share: float
     momentum: float
     pool: "Pool | None" = None
+    heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,8 @@ class Spec(Section):
 
     def places(self, beside: bool) -> tuple[Place, ...]:
         """What it is in a block: "before" attention, added to the stream; in place of "qkv" and of attention's output
-        map; in place of the "ffn"; or "beside" the FFN. At most one memory has a layer's "qkv", or its "ffn".
+        map; added to attention's "values"; in place of the "ffn"; or "beside" the FFN. At most one memory has a layer's
+        "qkv", or its "ffn".
 
         Args:
             beside: whether the layer is given as `5+`.

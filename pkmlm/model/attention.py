@@ -106,11 +106,13 @@ class Attention(nn.Module):
         cos_sin: tuple[Tensor, Tensor] | None,
         cache: KVCache | None,
         layout: AttentionLayout | None = None,
+        more_BTD: Tensor | None = None,
     ) -> Tensor:
         """The attention's output (B, T, D), in the dtype of its last map.
 
         Args:
             x_BTD: the normalised residual stream, floating.
+            more_BTD: what is added to the values of all heads, side by side.
             cos_sin: cosines and sines from `rotation`, for rotary positions; None: no rotation.
             cache: keys and values of the tokens before; the new ones are added to it.
             layout: positions and mask of tokens that are not a plain sequence; excludes a cache.
@@ -121,6 +123,8 @@ class Attention(nn.Module):
         batch, new, dim = x_BTD.shape
         split = self.qkv(x_BTD).view(batch, new, 3, self.heads, dim // self.heads)
         q_BhTe, k_BhTe, v_BhTe = split.permute(2, 0, 3, 1, 4)
+        if more_BTD is not None:
+            v_BhTe = v_BhTe + more_BTD.to(v_BhTe.dtype).view(batch, new, self.heads, -1).transpose(1, 2)
         if cos_sin is not None:
             q_BhTe, k_BhTe = rotate(q_BhTe, cos_sin), rotate(k_BhTe, cos_sin)
         if self.efficient is None:

@@ -4,7 +4,7 @@ B: sequences; T: positions; D: model width; V: vocabulary; C: positions of the c
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Block(nn.Module):
     """Attention, then `parts`: an FFN or a memory in its place, and memories beside it.
 
     sequential: z = x + attention(norm(x)), y = z + parts(norm(z)); parallel: y = x + attention(norm(x)) +
-    parts(norm(x)). Before all of this, each memory of `before` adds to x.
+    parts(norm(x)). Before all of this, each memory of `before` adds to x; those of `values` add to attention's values.
     The residual stream itself is never normalised (MemoryFormer's eq. 15 as its released code reads it).
 
     Args:
@@ -60,6 +60,7 @@ class Block(nn.Module):
         attention: maps the normalised stream (B, T, D) to what is added to it.
         parts: each maps (B, T, D) to (B, T, D); by name: "ffn", and the memories.
         before: memories that are added to the stream before attention, by name; they look rows up by the tokens.
+        values: memories that are added to attention's values, likewise.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class Block(nn.Module):
         attention: Attention,
         parts: dict[str, nn.Module],
         before: dict[str, SparseMemory] | None = None,
+        values: dict[str, SparseMemory] | None = None,
     ):
         super().__init__()
-        self.before = nn.ModuleDict(before)
-        self.ids = {name: memory.spec.lookback.ids for name, memory in (before or {}).items() if memory.spec.lookback}
+        self.before, self.values = nn.ModuleDict(before), nn.ModuleDict(values)
+        reading = {**(before or {}), **(values or {})}
+        self.ids = {name: memory.spec.lookback.ids for name, memory in reading.items() if memory.spec.lookback}
         self.parallel = model.residual == "parallel"
         self.attention_norm = nn.LayerNorm(model.dim)
         self.attention = attention
@@ -97,11 +100,15 @@ class Block(nn.Module):
         Raises:
             ValueError: the block has a memory that needs `pasts`, and it is None.
         """
+        pasts = pasts or {}
+        if missing := set(self.ids.values()).difference(pasts):
+            raise ValueError(f"a memory of this block needs `pasts` of {' and '.join(missing)} ids")
         for name, memory in self.before.items():
-            if not pasts:
-                raise ValueError("a memory of this block needs `pasts`, the tokens before each token")
             x_BTD = x_BTD + self.dropout(memory(x_BTD, pasts[self.ids[name]]))
-        z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_sin, cache, layout))
+        h_BTD = self.attention_norm(x_BTD)
+        more = [memory(h_BTD, pasts[self.ids[name]]) for name, memory in self.values.items()]
+        mixed_BTD = self.attention(h_BTD, cos_sin, cache, layout, sum(more[1:], more[0]) if more else None)
+        z_BTD = x_BTD + self.dropout(mixed_BTD)
         h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
         for part in self.parts.values():
             z_BTD = z_BTD + self.dropout(part(h_BTD))
@@ -225,9 +232,9 @@ def build_block(recipe: Recipe, vocab_size: int, layer: int, micro_batches: int,
     model = recipe.model
     share = (2 * model.layers) ** -0.5
     momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / micro_batches)
-    at: dict[Place, dict[str, Any]] = {"before": {}, "qkv": {}, "ffn": {}, "beside": {}}
+    at: dict[Place, dict[str, Any]] = {place: {} for place in get_args(Place)}
     for name, places in model.memory_places().get(layer, {}).items():
-        site = Site(model.dim, layer, name, vocab_size, share, momentum, pools.get(name))
+        site = Site(model.dim, layer, name, vocab_size, share, momentum, pools.get(name), model.heads)
         for place, module in model.memories[name].build(site, places).items():
             at[place][memory_key(name)] = module
     qkv: nn.Module = Linear(model.dim, 3 * model.dim, bias=model.bias)
@@ -235,7 +242,7 @@ def build_block(recipe: Recipe, vocab_size: int, layer: int, micro_batches: int,
     for module in at["qkv"].values():
         qkv, out = module, None
     parts = {**(at["ffn"] or {"ffn": FFN(model, share)}), **at["beside"]}
-    return Block(model, Attention(model, qkv, out, layer - 1), parts, at["before"])
+    return Block(model, Attention(model, qkv, out, layer - 1), parts, at["before"], at["values"])
 
 
 def streams(model: Transformer) -> dict[str, str]:

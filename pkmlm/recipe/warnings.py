@@ -23,7 +23,12 @@ def random_weights_warning(recipe: Recipe) -> list[str]:
 def warmup_warnings(recipe: Recipe) -> list[str]:
     """Warm-ups and decays that are too long for the learning rate to reach its peak."""
     steps = recipe.train.steps
-    warmups = {f"{prefix}.warmup_steps": group.warmup_steps or 0 for prefix, group in recipe.optim_groups.items()}
+    own = {
+        f"model.memories.{name}.optim": memory.table_optim.warmup_steps
+        for name, memory in recipe.model.memories.items()
+    }
+    asked = {"optim": recipe.optim.warmup_steps, **own}
+    warmups = {f"{prefix}.warmup_steps": asked[prefix] or 0 for prefix in recipe.optim_groups}
     training = "1 step" if steps == 1 else f"{steps:,} steps"
     found = [
         f"{key}: {warmup:,} for {training} of training: the learning rate ends at {steps / warmup:.0%} of its peak"

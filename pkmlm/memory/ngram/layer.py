@@ -15,10 +15,10 @@ from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.memory.init import Constant, InitSpec, Multipliers
 from pkmlm.memory.ngram.spec import TAPS, Fusion, NGramSpec
 from pkmlm.memory.query import RMS_EPSILON
+from pkmlm.memory.scale import Scale
 from pkmlm.memory.table import Values
 from pkmlm.memory.tokens import Past
 
-LITE_SCALE = 0.1
 GATE_FLOOR = 1e-6  # below it the root of a gate's score is constant, so that its slope stays finite
 
 
@@ -136,20 +136,6 @@ class NGramMemory(SparseMemory):
         dim = 0 if self.gate is None else self.gate.maps.out_features // 2
         width = self.tables * self.values.width if self.gate is not None else self.values.width
         return 3 * self.tables + width + 6 * dim + (TAPS + 3) * dim * (self.conv is not None)
-
-
-class Scale(nn.Module):
-    """One learnt factor, 0.1 at the start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor_1 = nn.Parameter(torch.empty(1))
-
-    def init_spec(self) -> dict[str, InitSpec]:
-        return {"factor_1": Constant(LITE_SCALE)}
-
-    def forward(self, x_ND: Tensor) -> Tensor:
-        return x_ND * self.factor_1
 
 
 class NGramGate(nn.Module):
