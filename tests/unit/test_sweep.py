@@ -149,7 +149,7 @@ def test_what_one_axis_drops_is_gone_whatever_others_say_of_it(folder):
         memories = cell.recipe.model.memories
         assert [(each.topk, each.heads) for each in memories.values()] == [(2, 2)] * (point == ("with", "two"))
         assert load_recipe(folder / "base.yaml", cell.overrides) == cell.recipe
-    with pytest.raises(UserError, match=r"the grid sets model\.memories by its axis first"):
+    with pytest.raises(UserError, match=r"-s model\.memories: the grid sets "):
         Cells(grid, folder / "base.yaml", ["model.memories=null"])
 
 
@@ -469,8 +469,7 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
     cells = Cells(grid_of(folder, text, None), folder / "base.yaml")
     results = Results(cells.grid, cells, {place: {} for place in cells.whole})
     for cell in cells.first.values():
-        dense = cell.recipe.model.memories.pkm.kind == "none"
-        usage = [] if dense else [USED]
+        usage = [USED] if cell.recipe.model.memories else []
         results.add(measured_by_hand(cell, {"test_token_ppl": 20.0, "usage": usage}))
         for other in cells.others(cell):
             results.add(measured_by_hand(other, {"test_token_ppl": 21.0, "usage": usage}))
