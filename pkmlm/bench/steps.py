@@ -49,13 +49,14 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
     if over == "tokens":
         return {name: run.recipe().train.batch_tokens for name, run in runs.items()}
     recipes = {name: timed_part(run) for name, run in runs.items()}
-    if over == "operations":
-        costs = {recipe: cost_of(recipe, recipe.model.vocab_size or 0) for recipe in set(recipes.values())}
-        return {name: costs[one].flops_per_token * one.train.batch_tokens for name, one in recipes.items()}
     keys = {name: recipe_sha256(recipe) for name, recipe in recipes.items()}
-    times = kept_times(runs, set(keys.values()))
+    distinct = {key: recipes[name] for name, key in keys.items()}
+    if over == "operations":
+        costs = {key: cost_of(one, one.model.vocab_size or 0) for key, one in distinct.items()}
+        return {name: costs[key].flops_per_token * recipes[name].train.batch_tokens for name, key in keys.items()}
+    times = kept_times(runs, set(distinct))
     if times is None:
-        times = time_steps({key: recipes[name] for name, key in keys.items()}, say)
+        times = time_steps(distinct, say)
         for run in runs.values():
             try:
                 write_json(run.path / STEPS, times)
