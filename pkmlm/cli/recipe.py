@@ -132,7 +132,7 @@ def keys(out: Output) -> None:
 
 
 def keys_by_section() -> str:
-    """Every key of a recipe, by section, as a terminal shows them. What kinds of memories share is told at the first."""
+    """Every key of a recipe, by section, as a terminal shows them. What kinds of memories share is shown once."""
     from pkmlm.recipe.schema import Key, list_keys
 
     sections: dict[str, list[Key]] = {}
