@@ -125,7 +125,7 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str], known: Sequen
     Raises:
         UserError: the node is not such a value; names its place and the dotted key.
     """
-    known = known or key_names(kind)
+    known = known or (key_names(kind) if is_dataclass(kind) else ())
     if name:
         places[name] = node.place
     if NoneType in get_args(kind):
