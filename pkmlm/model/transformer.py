@@ -139,7 +139,7 @@ class Network(nn.Module):
 
     def states(
         self,
-        tokens_BT: Tensor,
+        tokens_BT: Tensor | None,
         cache: KVCache | None = None,
         layout: AttentionLayout | None = None,
         *,
@@ -149,7 +149,7 @@ class Network(nn.Module):
         """The residual stream before each block, and then the final norm's output: (B, T, D) each.
 
         Args:
-            tokens_BT: int64, below V.
+            tokens_BT: int64, below V; None with `embedded_BTD`, if no memory looks rows up by them.
             cache: keys and values of the tokens before; the new ones are added to it.
             layout: positions (within the context) and mask of tokens that are not a plain sequence.
             seen_BS: with a layout after a cache: which tokens so far the next one sees, for memories that look rows up
@@ -159,17 +159,17 @@ class Network(nn.Module):
         Raises:
             ValueError: more positions than the context has.
         """
-        start, length = (cache.length if cache else 0), tokens_BT.shape[1]
+        x_BTD = self.embedding(tokens_BT) if embedded_BTD is None else embedded_BTD
+        start, length = (cache.length if cache else 0), x_BTD.shape[1]
         if layout is None and start + length > self.context:
             raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
-        x_BTD = self.embedding(tokens_BT) if embedded_BTD is None else embedded_BTD
         if self.positions is not None:
             at = slice(start, start + length) if layout is None else layout.positions_BT
             x_BTD = x_BTD + self.positions.weight[at]
         x_BTD = self.dropout(x_BTD)
         cos_sin = None
         if self.rotary_width:
-            in_order_T = torch.arange(start, start + length, device=tokens_BT.device)
+            in_order_T = torch.arange(start, start + length, device=x_BTD.device)
             cos_sin = rotation(in_order_T if layout is None else layout.positions_BT[:, None], self.rotary_width)
         order = layout if seen_BS is None else None
         pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in self.token_ids.items()}

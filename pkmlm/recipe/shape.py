@@ -3,10 +3,8 @@ Nothing here imports torch or pydantic.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pkmlm.memory.spec import Place, Spec
+from pkmlm.memory.spec import Place, Spec
 
 
 class Shape:
@@ -16,7 +14,7 @@ class Shape:
     layers: int
     heads: int
     rotary_fraction: float
-    memories: "Mapping[str, Spec]"
+    memories: Mapping[str, Spec]
 
     @property
     def rotary_width(self) -> int:
@@ -28,7 +26,7 @@ class Shape:
         """The kinds of its memories, each once."""
         return [*dict.fromkeys(memory.kind for memory in self.memories.values())]
 
-    def memory_places(self) -> "dict[int, dict[str, tuple[Place, ...]]]":
+    def memory_places(self) -> dict[int, dict[str, tuple[Place, ...]]]:
         """The memories in each layer that has one, and their places there: layer, from 1 -> name -> places."""
         found: dict[int, dict[str, tuple[Place, ...]]] = {}
         for name, memory in self.memories.items():
