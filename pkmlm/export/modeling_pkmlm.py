@@ -197,8 +197,7 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
         super()._apply(*arguments, **options)
         tensors = self.state_dict(keep_vars=True)
         for name in kept_in_fp32(self):
-            if tensors[name].is_floating_point():
-                tensors[name].data = tensors[name].data.float()
+            tensors[name].data = tensors[name].data.float()
         return self
 
     def forward(

@@ -236,11 +236,9 @@ def kept_in_fp32(model: nn.Module) -> list[str]:
     """The names of tensors that stay in fp32 in a model of half precision: all that memories have besides tables, and
     the scales of tables in few bits. Rounded queries and keys would find other slots.
     """
-    return [
-        name
-        for name in model.state_dict()
-        if name.endswith("scale_K") or (re.search(r"\bmemory_", name) and not name.endswith(("weight_KD", "codes_KC")))
-    ]
+    floats = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point()]
+    of_memories = [name for name in floats if re.search(r"\bmemory_", name) and not name.endswith("weight_KD")]
+    return [*of_memories, *(name for name in floats if name.endswith("scale_K") and name not in of_memories)]
 
 
 def token_ids(model: "Model", vocab_size: int) -> dict[str, TokenIds]:

@@ -19,14 +19,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pkmlm.evaluate.load import load_run
+from pkmlm.export.bundle import MODEL, TOKENIZER, bundle
 from pkmlm.files import entry_of, write_json
 from tests.conftest import ROOT, pkmlm
 
 KINDS = ("dense", "product-key", "hash")
 FILES = {
     *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors"),
-    *("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "ngram_pkmlm.py"),
-    "tokenization_pkmlm.py",
+    *bundle(*MODEL, TOKENIZER),
     *("manifest.json", "README.md"),
 }
 # What a user of `transformers` does, where pkmlm cannot be imported.
