@@ -19,7 +19,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from pkmlm.memory.registry import SPECS
-from pkmlm.memory.spec import MAX_INT, Place, Schedule, Section, Spec, TableOptim
+from pkmlm.memory.spec import MAX_INT, Schedule, Section, Spec, TableOptim
+from pkmlm.recipe.shape import Shape
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -104,7 +105,7 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Model:
+class Model(Shape):
     vocab_size: Size | None = key(None, "vocabulary size, the rows of the embedding; null: the tokenizer's size")
     dim: Size = key(512, "width of the residual stream")
     layers: int = key(6, "transformer blocks", ge=1, le=10_000)
@@ -127,24 +128,6 @@ class Model:
     memories: dict[str, InstanceOf[Spec]] = Field(
         default_factory=dict, description="sparsely read memories, by name: each has a kind and the keys of that kind"
     )
-
-    @property
-    def rotary_width(self) -> int:
-        """How many of a head's dim / heads entries rotate; even in a checked recipe."""
-        return round(self.rotary_fraction * (self.dim // self.heads))
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of its memories, each once."""
-        return [*dict.fromkeys(memory.kind for memory in self.memories.values())]
-
-    def memory_places(self) -> dict[int, dict[str, tuple[Place, ...]]]:
-        """The memories in each layer that has one, and their places there: layer, from 1 -> name -> places."""
-        found: dict[int, dict[str, tuple[Place, ...]]] = {}
-        for name, memory in self.memories.items():
-            for layer, places in memory.layer_places(self.layers).items():
-                found.setdefault(layer, {})[name] = places
-        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, config=STRICT)
