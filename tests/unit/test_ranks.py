@@ -56,7 +56,7 @@ def test_slots_that_ranks_cannot_tell_each_other_of_are_refused():
     sizes = {keys: recipe_of(pkm=replace(PKM, num_keys=keys)) for keys in KEYS}
     check_ranks(sizes[46_340], 2, "my.yaml")
     check_ranks(sizes[46_341], 1, "my.yaml")
-    with pytest.raises(UserError, match="num_keys: 2,147,488,281 rows in a table .expected at most 2,147,483,648 "):
+    with pytest.raises(UserError, match=r"num_keys: 2,147,488,281 rows in a table .expected at most 2,147,483,648 "):
         check_ranks(sizes[46_341], 2, "my.yaml")
 
 
