@@ -6,7 +6,8 @@ runs. The command line and the sweep use this package.
 # The layers of `bench memory`: this package's with row Adam; the same in plain torch, with a dense gradient and torch's
 # default or fused Adam, or with a sparse gradient and SparseAdam; the FFN of the same width with fused Adam.
 LAYERS = ("pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn")
-# Models made from a recipe: without its memory, with it, without it but twice as deep, and a MemoryFormer of its shape.
+# Models made from a recipe: without its memories, with them, without them but twice as deep, and a MemoryFormer of its
+# shape.
 MODELS = ("dense", "memory", "double", "hash")
 
 

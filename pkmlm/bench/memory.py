@@ -21,7 +21,8 @@ from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
 from pkmlm.memory.init import initialise
 from pkmlm.memory.product_key.layer import ProductKeyMemory
-from pkmlm.recipe.schema import Memory, Recipe
+from pkmlm.memory.product_key.spec import ProductKeySpec
+from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.seeds import generator
 from pkmlm.train.optim import parameter_groups
 
@@ -43,9 +44,8 @@ class Shape:
     tokens: int
 
     @property
-    def memory(self) -> Memory:
-        return Memory(
-            kind="product-key",
+    def memory(self) -> ProductKeySpec:
+        return ProductKeySpec(
             layers=("1",),
             num_keys=self.num_keys,
             heads=self.heads,
@@ -83,7 +83,7 @@ class PlainMemory(nn.Module):
         sparse: whether the values' gradient is sparse, with one row for each read.
     """
 
-    def __init__(self, dim: int, memory: Memory, *, sparse: bool):
+    def __init__(self, dim: int, memory: ProductKeySpec, *, sparse: bool):
         super().__init__()
         self.memory = memory
         width = memory.heads * memory.key_dim
@@ -174,7 +174,8 @@ def contender(name: str, shape: Shape, source: ProductKeyMemory) -> Contender:
     """
     device = source.values.weight_KD.device
     if name == "pkmlm":
-        optimizers = [group.optimizer for group in parameter_groups(source, Recipe())]
+        recipe = Recipe(model=Model(memories={source.tap.name: shape.memory}))
+        optimizers = [group.optimizer for group in parameter_groups(source, recipe)]
         return Contender(source, optimizers, torch.zeros((), dtype=torch.int64), source.values)
     if name == "ffn":
         layer = nn.Sequential(Linear(shape.dim, 4 * shape.dim), nn.GELU(), Linear(4 * shape.dim, shape.dim)).to(device)

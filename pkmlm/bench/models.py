@@ -1,6 +1,6 @@
-"""The models that are compared: a recipe's, with and without its memory, twice as deep, and as a MemoryFormer."""
+"""The models that are compared: a recipe's, with and without its memories, twice as deep, and as a MemoryFormer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from pkmlm.bench import MODELS, short
-from pkmlm.console import Column, Table, number, warn
+from pkmlm.console import Column, Table, number
 from pkmlm.cost import Cost, cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
 from pkmlm.device import default_device
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import next_logits
+from pkmlm.memory.hash.spec import HashSpec
+from pkmlm.memory.spec import Spec, SpecError
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
-from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, NGram, Parallel, Recipe
+from pkmlm.recipe.schema import Finetune, Model, Parallel, Recipe
 from pkmlm.seeds import generator
 from pkmlm.train.step import TrainState
 
@@ -54,54 +56,71 @@ class Variant:
 
 
 def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: Sequence[str]) -> list[Variant]:
-    """The models of `kinds` that follow from a recipe: its shape with dense layers, the same with its memory, with
+    """The models of `kinds` that follow from a recipe: its shape with dense layers, the same with its memories, with
     twice the layers, and with hash tables in place of all maps.
 
     Args:
-        num_keys: sub-keys of the memory, one model for each; empty: the recipe's.
+        num_keys: sub-keys of the memories that have any, one model for each; empty: the recipe's.
         kinds: of `pkmlm.bench.MODELS`.
 
     Raises:
-        UserError: a model is not possible (a memory, where the recipe has none).
+        UserError: a model is not possible (one with memories, where the recipe has none).
     """
-    model = recipe.model
-    if "memory" in kinds and model.memory.kind == "none":
-        hint = "add -s model.memory.kind=product-key -s model.memory.layers=auto:1, or leave out --only memory"
-        raise UserError("the recipe has no memory to time", hint)
-    bare = replace(model, memory=Memory(), hash=Hash(), ngram=NGram())
-    dense = replace(bare, projections="dense", vocab_size=vocab_size)
-    memories = [replace(model.memory, num_keys=keys) for keys in num_keys or [model.memory.num_keys]]
+    own = recipe.model.memories
+    if "memory" in kinds and not own:
+        keys = "-s model.memories.pkm.kind=product-key -s model.memories.pkm.layers=auto:1"
+        raise UserError("the recipe has no memory to time", f"add {keys}, or leave out --only memory")
+    dense = replace(recipe.model, memories={}, vocab_size=vocab_size)
+    with_memories = [replace(dense, memories=each) for each in ([resized(own, n) for n in num_keys] or [own])]
     models = {
-        "dense": [(f"dense-{model.layers}L", dense)],
-        "memory": [(f"memory-{short(each.slots)}", replace(dense, memory=each)) for each in memories],
-        "double": [(f"dense-{2 * model.layers}L", replace(dense, layers=2 * model.layers))],
-        "hash": [(f"hash-{model.layers}L", replace(dense, projections="hash", hash=model.hash))],
+        "dense": [(f"dense-{dense.layers}L", dense)],
+        "memory": [(f"memory-{short(most_rows(each))}", each) for each in with_memories],
+        "double": [(f"dense-{2 * dense.layers}L", replace(dense, layers=2 * dense.layers))],
+        "hash": [(f"hash-{dense.layers}L", replace(dense, memories={"tables": HashSpec()}))],
     }
-    return [variant(kind, name, recipe, shape) for kind in kinds for name, shape in models[kind]]
+    return [variant(kind, name, recipe, model) for kind in kinds for name, model in models[kind]]
+
+
+def resized(memories: Mapping[str, Spec], num_keys: int) -> dict[str, Spec]:
+    """Memories with so many sub-keys, where they have sub-keys."""
+    return {name: memory.with_keys(num_keys) or memory for name, memory in memories.items()}
+
+
+def most_rows(model: Model) -> int:
+    """Rows of the largest table; 0 without memories."""
+    sizes = (memory.tables(model.dim, model.vocab_size or 0) for memory in model.memories.values())
+    return max((table.rows for tables in sizes for table in tables), default=0)
 
 
 def variant(kind: str, name: str, recipe: Recipe, model: Model) -> Variant:
-    """The recipe with another model, for one process. There is nothing to compile in a MemoryFormer, and nothing to
-    fine-tune by slots without a memory.
-    """
-    train = replace(recipe.train, compile=recipe.train.compile and model.projections == "dense")
-    recipe = replace(recipe, model=model, train=train, parallel=Parallel())
-    if model.memory.kind == "none":
-        recipe = replace(recipe, train=replace(train, only="all"), finetune=Finetune())
+    """The recipe with another model, for one process. Only memories of its own can be fine-tuned by slots."""
+    recipe = replace(recipe, model=model, parallel=Parallel())
+    if kind != "memory":
+        recipe = replace(recipe, train=replace(recipe.train, only="all"), finetune=Finetune())
     recipe = check_recipe(recipe)
     return Variant(kind, name, recipe, cost_of(recipe, model.vocab_size or 0))
 
 
 def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str]) -> list[Variant]:
-    """`variants` for the command line, where empty `kinds` means all that the recipe allows."""
-    model = recipe.model
-    possible = {"memory": model.memory.kind != "none", "hash": model.dim % model.hash.bits == 0}
+    """`variants` for the command line, where empty `kinds` means all that the recipe allows: no model with memories if
+    it has none, and no MemoryFormer if its width does not allow one, or its own memories are in place of maps.
+    """
+    memories = recipe.model.memories
+    possible = {"memory": bool(memories), "hash": hash_tables_fit(recipe.model)}
     kinds = [kind for kind in MODELS if (kind in kinds if kinds else possible.get(kind, True))]
-    if model.ngram.layers:
-        warn("n-gram memories are left out of all models here")
-    if num_keys and "memory" not in kinds:
-        raise UserError("--slots: no model here has a memory", "leave --slots out")
+    resizable = "memory" in kinds and any(memory.with_keys(1) for memory in memories.values())
+    if num_keys and not resizable:
+        raise UserError("--slots: no model here has a memory with sub-keys", "leave --slots out")
     return variants(recipe, vocab_size_of(recipe), num_keys, kinds)
+
+
+def hash_tables_fit(model: Model) -> bool:
+    """Whether a MemoryFormer of this shape can be built, and differs from the model itself."""
+    try:
+        HashSpec().check(model.dim)
+    except SpecError:
+        return False
+    return not any("qkv" in places for layer in model.memory_places().values() for places in layer.values())
 
 
 class RandomBatches(Batches):

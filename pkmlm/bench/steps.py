@@ -5,7 +5,7 @@ logged cannot be compared: each run was trained by itself, perhaps beside other 
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import default_device, machine, select_device
 from pkmlm.errors import UserError, memory_errors
 from pkmlm.files import read_json, write_json
-from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, recipe_sha256
+from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, named_values, recipe_sha256
 from pkmlm.report.equal import Over
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import STEPS, StepTimes
@@ -49,13 +49,14 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
     if over == "tokens":
         return {name: run.recipe().train.batch_tokens for name, run in runs.items()}
     recipes = {name: timed_part(run) for name, run in runs.items()}
-    if over == "operations":
-        costs = {recipe: cost_of(recipe, recipe.model.vocab_size or 0) for recipe in set(recipes.values())}
-        return {name: costs[one].flops_per_token * one.train.batch_tokens for name, one in recipes.items()}
     keys = {name: recipe_sha256(recipe) for name, recipe in recipes.items()}
-    times = kept_times(runs, set(keys.values()))
+    distinct = {key: recipes[name] for name, key in keys.items()}
+    if over == "operations":
+        costs = {key: cost_of(one, one.model.vocab_size or 0) for key, one in distinct.items()}
+        return {name: costs[key].flops_per_token * recipes[name].train.batch_tokens for name, key in keys.items()}
+    times = kept_times(runs, set(distinct))
     if times is None:
-        times = time_steps({key: recipes[name] for name, key in keys.items()}, say)
+        times = time_steps(distinct, say)
         for run in runs.values():
             try:
                 write_json(run.path / STEPS, times)
@@ -72,20 +73,14 @@ def timed_part(run: RunDirectory) -> Recipe:
     steps are timed in one process, even those of a run that several ranks trained.
     """
     recipe = run.recipe()
-    optim = recipe.optim
     vocab_size = recipe.model.vocab_size or Tokenizer.load(run.tokenizer_file).size
+    memories = {name: at_default_rates(memory) for name, memory in recipe.model.memories.items()}
     return replace(
         recipe,
         name="",
         data=Data(),
-        model=replace(recipe.model, vocab_size=vocab_size),
-        optim=replace(
-            at_default_rates(optim),
-            keys=at_default_rates(optim.keys),
-            values=at_default_rates(optim.values),
-            tables=at_default_rates(optim.tables),
-            ngram=at_default_rates(optim.ngram),
-        ),
+        model=replace(recipe.model, vocab_size=vocab_size, memories=memories),
+        optim=at_default_rates(recipe.optim),
         train=replace(recipe.train, steps=1, seed=1, init_from=None),
         eval=Eval(),
         checkpoint=Checkpoint(),
@@ -95,9 +90,11 @@ def timed_part(run: RunDirectory) -> Recipe:
 
 
 def at_default_rates(section: Any) -> Any:
-    """A section of `optim` with the default learning rates and schedules."""
-    found = {field.name for field in fields(section)}.intersection(RATES)
-    return replace(section, **{name: getattr(type(section)(), name) for name in found})
+    """A section with the default learning rates and schedules; so are the sections within it."""
+    default, values = type(section)(), dict(named_values(section))
+    rates = {name: getattr(default, name) for name in RATES if name in values}
+    inner = {name: at_default_rates(value) for name, value in values.items() if is_dataclass(value)}
+    return replace(section, **rates, **inner)
 
 
 def kept_times(runs: Mapping[str, RunDirectory], keys: set[str]) -> StepTimes | None:

@@ -6,6 +6,7 @@ Neither importing this file nor `--help` imports torch: the commands import what
 import errno
 import importlib
 import os
+import re
 import sys
 import traceback
 from typing import Any
@@ -182,7 +183,8 @@ def key_hint(error: click.NoSuchOption) -> str:
     from pkmlm.recipe.schema import list_keys
 
     name = error.option_name.lstrip("-").replace("-", "_")
-    keys = [key.name for key in list_keys() if key.name.rpartition(".")[2] == name]
+    found = (re.sub("<.+>", "NAME", key.name) for key in list_keys() if key.name.rpartition(".")[2] == name)
+    keys = dict.fromkeys(found)
     return f"set a recipe's key with -s: -s {'=... or -s '.join(keys)}=..." if keys else ""
 
 

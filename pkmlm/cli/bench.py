@@ -36,7 +36,7 @@ def rounds_option(default: int) -> Callable[[Callable[..., None]], Callable[...,
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that `generate` and `train` share."""
-    slots = "Sizes of the memory in slots, a model for each: 16k,1M. Default: the recipe's."
+    slots = "Slots of the memories that have sub-keys, a model for each: 16k,1M. Default: the recipe's."
     some = f"Some of {', '.join(MODELS)}. Default: all possible ones."
     for option in (
         quiet_option,
@@ -141,7 +141,7 @@ def generate(
 ) -> None:
     """Time whole models of RECIPE's shape in decoding and scoring.
 
-    dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
+    dense: its layers without memories; memory: with them; double: twice the layers; hash: a MemoryFormer. Random
     weights, random tokens, fp32. Decoding continues half a context, with a cache; scoring reads a whole context.
     M ops are millions of multiply-adds of a token's forward, MB the weights that it reads.
 
@@ -179,7 +179,7 @@ def train(
 ) -> None:
     """Time whole models of RECIPE's shape: a forward pass, a training step, and decoding one token at batch size 1.
 
-    dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
+    dense: its layers without memories; memory: with them; double: twice the layers; hash: a MemoryFormer. Random
     weights and tokens; a step is `pkmlm train`'s own, in the recipe's precision, a forward that of one micro-batch.
     Decoding is timed with softmax attention only. M ops are millions of multiply-adds of a token's forward, MB the
     weights that it reads in fp32.
@@ -187,7 +187,7 @@ def train(
     \b
     Examples:
       pkmlm bench train demo -s model.vocab_size=4096
-      pkmlm bench train memoryformer/tiny --only dense,hash \\
+      pkmlm bench train memoryformer/tiny --only dense,memory \\
         -s train.batch_tokens=2048 -s train.micro_batch=1
     """
     from pkmlm.bench.models import chosen_models

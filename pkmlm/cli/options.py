@@ -31,7 +31,7 @@ set_option = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override a key of the recipe, e.g. -s model.memory.topk=16. May be repeated.",
+    help="Override a key of the recipe, e.g. -s model.memories.pkm.topk=16. May be repeated.",
 )
 step_option = click.option(
     "--step",

@@ -22,7 +22,7 @@ def command() -> None:
     \b
     Examples:
       pkmlm recipe check mine.yaml
-      pkmlm recipe show demo -s model.memory.kind=none
+      pkmlm recipe show demo -s model.memories=null
       pkmlm recipe keys
     """
 
@@ -35,7 +35,7 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
     """Check recipes: their keys, types, ranges, and what must hold between keys.
 
     Names the line of the first mistake in each file, and exits with 2 if there is one. Warns about what is valid but
-    probably not meant: keys without effect, warm-ups longer than training.
+    probably not meant, such as a warm-up longer than training.
 
     \b
     Examples:
@@ -115,6 +115,8 @@ def list_recipes() -> None:
 def keys(out: Output) -> None:
     """List every key of a recipe with its type, default and meaning.
 
+    <product-key> stands for the name of a memory of that kind: -s model.memories.pkm.topk=16.
+
     \b
     Examples:
       pkmlm recipe keys
@@ -130,16 +132,29 @@ def keys(out: Output) -> None:
 
 
 def keys_by_section() -> str:
-    """Every key of a recipe, by section, as a terminal shows them."""
-    from pkmlm.recipe.schema import list_keys
+    """Every key of a recipe, by section, as a terminal shows them. What kinds of memories share is shown once."""
+    from pkmlm.recipe.schema import Key, list_keys
 
-    sections: dict[str, list[tuple[str, str]]] = {}
+    sections: dict[str, list[Key]] = {}
     for key in list_keys():
         section, _, leaf = key.name.rpartition(".")
-        sections.setdefault(section, []).append((f"{leaf}: {key.default}", f"{key.help} [{key.type}]"))
+        sections.setdefault(section, []).append(key._replace(name=leaf))
     formatter = click.HelpFormatter(width=min(100, shutil.get_terminal_size().columns))
-    for section, rows in sections.items():
-        with formatter.section(section or "(top level)"):
+    told: dict[tuple[str, Key], str] = {}
+    for section, keys in sections.items():
+        start, _, inner = section.partition(">")
+        kind = start.partition("<")[2]  # empty outside memories
+        rows: list[tuple[str, str]] = []
+        again: dict[str, list[str]] = {}
+        for key in keys:
+            first = told.setdefault((inner, key), kind) if kind else kind
+            if first == kind:
+                rows.append((f"{key.name}: {key.default}", f"{key.help} [{key.type}]"))
+            else:
+                again.setdefault(first, []).append(key.name)
+        rows += [(f"as of <{first}>", ", ".join(names)) for first, names in again.items()]
+        title = f"{section} (<{kind}>: the name of a memory of that kind)" if kind and not inner else section
+        with formatter.section(title or "(top level)"):
             formatter.write_dl(rows, col_max=32)
     return formatter.getvalue().strip()
 

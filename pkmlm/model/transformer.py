@@ -174,7 +174,7 @@ class Network(nn.Module):
 
     def states(
         self,
-        tokens_BT: Tensor,
+        tokens_BT: Tensor | None,
         cache: KVCache | None = None,
         layout: AttentionLayout | None = None,
         *,
@@ -184,7 +184,8 @@ class Network(nn.Module):
         """The residual stream before each block, and then the final norm's output: (B, T, D) each.
 
         Args:
-            tokens_BT: int64, below V.
+            tokens_BT: int64, below V; None with `embedded_BTD`, if nothing looks rows up by them: all tokens are then
+                of one document.
             cache: keys and values of the tokens before; the new ones are added to it.
             layout: positions (within the context) and mask of tokens that are not a plain sequence.
             seen_BS: with a layout after a cache: which tokens so far the next one sees, for memories that look rows up
@@ -194,14 +195,15 @@ class Network(nn.Module):
         Raises:
             ValueError: more positions than the context has.
         """
-        start, length = (cache.length if cache else 0), tokens_BT.shape[1]
+        x_BTD = self.embedding(tokens_BT) if embedded_BTD is None else embedded_BTD
+        start, length = (cache.length if cache else 0), x_BTD.shape[1]
         if layout is None and start + length > self.context:
             raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
         order = layout if seen_BS is None else None
-        pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in self.token_ids.items()}
-        if self.document_mask:
+        finders = self.token_ids.items() if tokens_BT is not None else ()
+        pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in finders}
+        if self.document_mask and tokens_BT is not None:
             layout = within_documents(pasts["plain"].begins_BS, length, layout)
-        x_BTD = self.embedding(tokens_BT) if embedded_BTD is None else embedded_BTD
         if self.smear is not None:
             x_BTD = self.smear(x_BTD, pasts["plain"])
         if self.positions is not None:
@@ -210,7 +212,7 @@ class Network(nn.Module):
         x_BTD = self.dropout(x_BTD)
         cos_sin = None
         if self.rotary_width:
-            in_order_T = torch.arange(start, start + length, device=tokens_BT.device)
+            in_order_T = torch.arange(start, start + length, device=x_BTD.device)
             at_T = in_order_T if layout is None else layout.positions_BT[:, None]
             cos_sin = rotation(at_T, self.rotary_width, self.rotary_base)
         for block in self.blocks:
@@ -287,11 +289,9 @@ def kept_in_fp32(model: nn.Module) -> list[str]:
     """The names of tensors that stay in fp32 in a model of half precision: all that memories have besides tables, and
     the scales of tables in few bits. Rounded queries and keys would find other slots.
     """
-    return [
-        name
-        for name in model.state_dict()
-        if name.endswith("scale_K") or (re.search(r"\bmemory_", name) and not name.endswith(("weight_KD", "codes_KC")))
-    ]
+    floats = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point()]
+    of_memories = [name for name in floats if re.search(r"\bmemory_", name) and not name.endswith("weight_KD")]
+    return [*of_memories, *(name for name in floats if name.endswith("scale_K") and name not in of_memories)]
 
 
 def token_ids(model: "Model", vocab_size: int) -> dict[str, TokenIds]:
@@ -371,7 +371,8 @@ def build_model(
 
     Memories that look rows up by the tokens know no tokenizer yet: to train them, fill the `ids_V` of `token_ids`.
 
-    A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`).
+    A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`,
+    with its `streams`).
 
     Args:
         recipe: a checked recipe.

@@ -53,12 +53,8 @@ Clip = Annotated[float, Field(ge=0)]
 Epsilon = Annotated[float, Field(ge=1e-30)]  # less is 0 in fp32: unread rows would give 0 / 0
 
 
-LAYERS_SCHEMA = {
-    "anyOf": [
-        {"type": ["integer", "string"], "minimum": 1, "pattern": "^(all|(auto:)?[0-9]{1,9}[+]?)$"},
-        {"type": "array", "items": {"type": ["integer", "string"]}},
-    ]
-}
+LAYER_SCHEMA = {"type": ["integer", "string"], "minimum": 1, "pattern": "^(all|(auto:)?[0-9]{1,9}[+]?)$"}
+LAYERS_SCHEMA = {"anyOf": [LAYER_SCHEMA, {"type": "array", "items": LAYER_SCHEMA}]}
 Memories = dict[str, Spec]
 Folders = Annotated[tuple[str, ...], Field(min_length=1)]
 
@@ -82,10 +78,7 @@ def expectation(error: ErrorDetails) -> str:
 
 def memories_schema() -> dict[str, Any]:
     """The JSON Schema of `model.memories`: a union by kind; keys that a base recipe gives may be left out."""
-    kinds = [section_schema(spec) for spec in SPECS.values()]
-    for schema, kind in zip(kinds, SPECS, strict=True):
-        schema["properties"]["kind"] = {"const": kind}
-        schema["required"] = ["kind"]
+    kinds = [{**section_schema(spec), "required": ["kind"]} for spec in SPECS.values()]
     inherited = {"type": "object", "not": {"required": ["kind"]}}
     return {"type": ["object", "null"], "additionalProperties": {"anyOf": [*kinds, inherited, {"type": "null"}]}}
 
@@ -331,7 +324,7 @@ def list_keys(section: Any = Recipe, prefix: str = "") -> list[Key]:
         name, hint = f"{prefix}{field.name}", hints[field.name]
         if is_dataclass(hint):
             found += list_keys(hint, f"{name}.")
-        elif hint is Memories:
+        elif hint == Memories:
             found += [each for kind, spec in SPECS.items() for each in list_keys(spec, f"{name}.<{kind}>.")]
         else:
             default, text = described(section, field)
@@ -366,6 +359,7 @@ def json_schema() -> dict[str, Any]:
     schema = TypeAdapter(Recipe).json_schema(schema_generator=UntitledJsonSchema)
     memories = schema["$defs"]["Model"]["properties"]["memories"]
     memories.update(memories_schema() | {"description": memories["description"]})
+    del schema["$defs"]["Spec"]
     base = {"type": "string", "description": "recipe to inherit from, relative to this file's folder"}
     schema["properties"] = {"base": base, **schema["properties"]}
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": "pkmlm recipe"}
@@ -375,12 +369,13 @@ def section_schema(section: Any) -> dict[str, Any]:
     """The JSON Schema of a memory's keys, or of a section of them."""
     hints, properties = get_type_hints(section), {}
     for field in fields(section):
+        default, text = described(section, field)
         if is_dataclass(hints[field.name]):
-            properties[field.name] = section_schema(hints[field.name])
+            schema = section_schema(hints[field.name])
         else:
-            default, text = described(section, field)
-            schema = value_schema(hints[field.name], field.metadata)
-            properties[field.name] = {**schema, "default": default, "description": text}
+            default = [*default] if isinstance(default, tuple) else default
+            schema = {**value_schema(hints[field.name], field.metadata), "default": default}
+        properties[field.name] = {**schema, "description": text}
     if "kind" in properties:
         properties["layers"] = {**properties["layers"], **LAYERS_SCHEMA}
     return {"type": "object", "properties": properties, "additionalProperties": False}

@@ -17,7 +17,7 @@ from pkmlm.report.compare import Facts, facts_of
 from pkmlm.report.metrics import MEASURES, TASKS, mean
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
-from pkmlm.sweep.grid import Grid, Point, assignments, overlap
+from pkmlm.sweep.grid import Grid, Point, assignments
 
 WRONG_USAGE = 2  # exit code of a command
 LONGEST_NAME = 200  # bytes; a file system has room for 255, with endings such as _trial
@@ -68,7 +68,7 @@ class Cells:
         self.grid, self.base, self.extra, self.tree = grid, base, extra, read_tree(base)
         for key in (text.partition("=")[0].strip() for text in extra):
             for varied, cause in grid.varied():
-                if overlap(key, varied):
+                if f"{varied}.".startswith(f"{key}."):  # it, or a section that holds it
                     message = f"-s {key}: the grid sets {varied} by {cause} (expected a key that all cells share)"
                     raise UserError(message, "change the grid's file")
         self.values = grid.tune.values if grid.tune else (None,)
@@ -91,7 +91,7 @@ class Cells:
     def _cell(self, point: Point, seed: int, tuned: str | None, trial: Node | None = None) -> Cell:
         tuning = [] if self.grid.tune is None else [f"{self.grid.tune.key}={tuned}"]
         tuning += assignments(trial) if trial else []
-        overrides = [*self.grid.overrides(point), *tuning, *self.extra, f"train.seed={seed}"]
+        overrides = [*self.grid.overrides(point, [*tuning, *self.extra]), f"train.seed={seed}"]
         try:
             recipe = recipe_of(self.tree, overrides)
         except UserError as error:

@@ -4,7 +4,7 @@ A grid is YAML like a recipe (no anchors, no tags); its keys are the fields of `
 are merged onto the rest, as a recipe is onto its base, so that one file serves a laptop and a cluster.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from itertools import combinations, product
@@ -131,10 +131,15 @@ class Grid:
         """A point as {axis: name of a value}."""
         return dict(zip(self.axes, point, strict=True))
 
-    def overrides(self, point: Point) -> list[str]:
-        """The `key=value` texts that turn the base recipe into that of a point."""
-        trees = [self.axes[axis][name] for axis, name in self.place(point).items()]
-        return [text for tree in ([self.set] if self.set else []) + trees for text in assignments(tree)]
+    def overrides(self, point: Point, others: Iterable[str] = ()) -> list[str]:
+        """The `key=value` texts that turn the base recipe into that of a point, the last of which wins: those of all
+        cells, those of the point, `others`, and then what the point sets to null. So what one axis drops is gone,
+        whatever is said of it elsewhere.
+        """
+        own = [text for axis, name in self.place(point).items() for text in assignments(self.axes[axis][name])]
+        shared = assignments(self.set) if self.set else ()
+        dropped = [text for text in own if text.endswith("=null")]
+        return [*shared, *(text for text in own if text not in dropped), *others, *dropped]
 
     def varied(self) -> list[tuple[str, str]]:
         """The keys in which cells differ, each with what sets it: an axis, the seeds, `tune` or its `set`."""
@@ -290,13 +295,8 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
     if not grid.points():
         fail("", "no point is left (only: and without: exclude all)")
     for (key, cause), (other, by) in combinations(grid.varied(), 2):
-        if cause != by and overlap(key, other):  # one of the two would have no effect
+        if cause != by and key == other:  # one of the two would have no effect
             fail("", f"{other} is set by {cause} and by {by} (expected one of them)")
-
-
-def overlap(key: str, other: str) -> bool:
-    """Whether two keys are the same, or one is a section that holds the other."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def paper_numbers(node: Node, key: str, axes: Sequence[tuple[str, list[str]]]) -> Iterator[tuple[Point, float]]:
@@ -332,9 +332,9 @@ def assignments(tree: Node, prefix: str = "") -> Iterator[str]:
 
 
 def override_text(node: Node) -> str:
-    """A scalar or a list in the syntax of an override."""
+    """A scalar or a list in the syntax of an override; null in one spelling."""
     if isinstance(node.value, list):
         return f"[{', '.join(override_text(item) for item in node.value)}]"
     if isinstance(node.value, dict):
         raise UserError(f"{node.place}: found a mapping (expected a value)")
-    return quoted_text(node.value) if node.quoted else node.value
+    return quoted_text(node.value) if node.quoted else "null" if node.value == "~" else node.value

@@ -28,6 +28,7 @@ from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune, assignments
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
+NAMES = ("memory", "layer", "kind", "part")  # what an entry of a usage report begins with
 COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # shown beside every perplexity
 
 
@@ -311,7 +312,7 @@ def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str
         **{key: value for key, value in facts.items() if key.startswith("equal_") or key.endswith("_per_step")},
         "tasks": {name: task.get("acc") for name, task in (facts.get("tasks") or {}).items()},
         "usage": [
-            {"layer": m["layer"], "name": m["name"]} | {key: m["mass"][key] for key in FLOORED}
+            {key: m[key] for key in NAMES if key in m} | {key: m["mass"][key] for key in FLOORED}
             for m in facts.get("usage") or []
         ],
     }

@@ -68,7 +68,10 @@ def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
     (row,) = [line.split() for line in said[said.index("One token") :].splitlines() if line.startswith("memory-")]
     assert float(row[1]) == round(models["memory-256"]["bytes_read_per_token"] / 1e6, 1) > 0
     hashed = write_recipe(tmp_path, "hash")
-    assert "model.memory.kind" in pkmlm("bench", "generate", hashed, "--only", "memory", code=2).stderr
+    found = json.loads(pkmlm("bench", "generate", hashed, *short, "--only", "memory", "--json").stdout)
+    assert [model["name"] for model in found["models"]] == ["memory-512"], "8 tables of 64 rows"
+    dense = write_recipe(tmp_path, "dense")
+    assert "model.memories" in pkmlm("bench", "generate", dense, "--only", "memory", code=2).stderr
     assert "'fast'" in pkmlm("bench", "generate", hashed, "--only", "fast", code=2).stderr
     assert "--slots" in pkmlm("bench", "generate", hashed, "--slots", "64", code=2).stderr
     assert "--batch" in pkmlm("bench", "generate", hashed, "--batch", "0", code=2).stderr

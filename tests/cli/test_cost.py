@@ -16,7 +16,8 @@ def test_the_table_of_memoryformer_tiny() -> None:
     text = done.stdout
     assert max(map(len, text.splitlines())) <= 80
     row = next(line for line in text.splitlines() if line.startswith("1-6"))
-    assert row.split() == ["1-6", "qkv", "ffn1", "ffn2", "3,328", "69,206,016", "4.65", "0.356", "4.7", "0.403"]
+    assert row.split()[:3] == ["1-6", "tables", "qkv"]
+    assert row.split()[-6:] == ["3,328", "69,206,016", "4.65", "0.356", "4.7", "0.403"]
     assert ["parameters,", "memory", "values", "and", "tables", "415,236,096"] in [
         line.split() for line in text.splitlines()
     ]
@@ -73,7 +74,7 @@ def test_several_ranks_side_by_side() -> None:
     done = pkmlm(*arguments, "--device-memory", "80GB")
     assert done.stderr == ""
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for title in ("Memory of each of 8 ranks", "Sent by each in a step", "Largest memory that fits, with 80 GB"):
+    for title in ("Memory of each of 8 ranks", "Sent by each in a step", "Largest pkm that fits, with 80 GB"):
         rows = done.stdout.partition(title)[2].split("\n\n")[1].splitlines()[2:]
         assert [row.split()[0] for row in rows] == ["1", "2", "4", "8"]
     plain = json.loads(pkmlm(*arguments[:4], "--json").stdout)

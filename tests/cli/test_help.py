@@ -76,9 +76,12 @@ def test_versions_and_wrong_words():
     assert pkmlm(code=2).stderr.startswith("Usage: pkmlm [OPTIONS] COMMAND")
 
 
-@pytest.mark.parametrize(("option", "key"), [("--lr", "optim.lr"), ("--micro-batch", "train.micro_batch")])
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [("--lr", "optim.lr"), ("--micro-batch", "train.micro_batch"), ("--topk", "model.memories.NAME.topk")],
+)
 def test_an_option_that_is_a_recipes_key_is_told_as_one(option, key):
-    assert f"-s {key}=" in pkmlm("train", "recipes/demo.yaml", option, "1", code=2).stderr
+    assert pkmlm("train", "recipes/demo.yaml", option, "1", code=2).stderr.count(f"-s {key}=") == 1
     assert "-s " not in pkmlm("eval", "runs/demo", option, "1", code=2).stderr, "it takes no keys"
 
 

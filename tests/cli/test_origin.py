@@ -61,13 +61,13 @@ def test_records_of_a_run_may_change_or_go_and_no_number_does(copy, tmp_path, wr
     (copy / "run.json").write_text(json.dumps({**facts, "seed": 9, "tokenizer_sha256": "another"}))
     assert (said(), trained_from()) == (before, weights)
     pkmlm("train", write_recipe(tmp_path, "product-key"), "-o", copy, "-q", "-s", "train.steps=31")
-    assert RunDirectory(copy).recipe().model.memory.topk == 4
+    assert RunDirectory(copy).recipe().model.memories["pkm"].topk == 4
 
 
 def test_another_recipe_than_the_checkpoints_is_refused_when_training_goes_on(copy, tmp_path, write_recipe):
     recipe = write_recipe(tmp_path, "product-key")
-    done = pkmlm("train", recipe, "-o", copy, "-q", *given("train.steps=31", "model.memory.topk=2"), code=2)
-    assert "model.memory.topk" in done.stderr
+    done = pkmlm("train", recipe, "-o", copy, "-q", *given("train.steps=31", "model.memories.pkm.topk=2"), code=2)
+    assert "model.memories.pkm.topk" in done.stderr
     assert RunDirectory(copy).steps() == [20, 30]
 
 

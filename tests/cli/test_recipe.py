@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pkmlm.memory.registry import SPECS
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.schema import Recipe, list_keys
 from pkmlm.recipe.shipped import find_recipe
 from tests.conftest import ROOT, pkmlm
 
@@ -24,7 +25,7 @@ def _inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_check_says_ok(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(SMALL)
     (tmp_path / "b[red].yaml").write_text(
-        "base: a.yaml\nmodel: {memory: {kind: product-key, layers: [2, 4+], num_keys: 64}}"
+        "base: a.yaml\nmodel: {memories: {pkm: {kind: product-key, layers: [2, 4+], num_keys: 64}}}"
     )
     done = pkmlm("recipe", "check", "a.yaml", "b[red].yaml")
     assert done.stderr == ""
@@ -82,23 +83,12 @@ def test_a_warm_up_longer_than_training_is_warned_of(tmp_path: Path) -> None:
     done = pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=150")
     told = "4,000 for 150 steps of training: the learning rate ends at 4% of its peak"
     assert done.stderr.splitlines() == [f"warning: a.yaml: optim.warmup_steps: {told}"]
-    memory = ["-s", "model.memory={kind: product-key, layers: 2}", "-s", "optim.values.warmup_steps=5000"]
-    told = "optim.values.warmup_steps: 5,000 for 4,500 steps of training: the learning rate ends at 90% of its peak"
-    assert told in pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=4500", *memory).stderr
-    tables = ["-s", "model.projections=hash", "-s", "optim.tables.warmup_steps=5000"]
-    assert (
-        "optim.tables.warmup_steps: 5,000"
-        in pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=4500", *tables).stderr
-    )
+    for kind in ("product-key", "hash"):
+        memory = f"model.memories.mine={{kind: {kind}, layers: 2, optim: {{warmup_steps: 5000}}}}"
+        said = pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=4500", "-s", memory).stderr
+        told = "5,000 for 4,500 steps of training: the learning rate ends at 90% of its peak"
+        assert f"model.memories.mine.optim.warmup_steps: {told}" in said
     assert pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=4000").stderr == ""
-
-
-def test_keys_without_effect_are_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(SMALL)
-    setting = ["-s", "model.memory.num_keys=64", "-s", "model.vocab_size=256"]
-    told = "model.memory.num_keys: without effect, as model.memory.kind is none\n"
-    assert pkmlm("recipe", "check", "a.yaml", *setting).stderr == f"warning: a.yaml: {told}"
-    assert pkmlm("cost", "a.yaml", *setting).stderr == f"warning: {told}"
 
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
@@ -120,14 +110,30 @@ def test_show_prints_a_recipe_that_reads_back_equal(tmp_path: Path) -> None:
 def test_keys_lists_every_key() -> None:
     listed = json.loads(pkmlm("recipe", "keys", "--format", "json").stdout)
     names = [row["key"] for row in listed]
-    assert {"name", "model.memory.topk", "optim.values.lr", "checkpoint.keep"} <= set(names)
+    topk = {f"model.memories.<{kind}>.topk" for kind in ("product-key", "flat-key", "peer")}
+    assert {name for name in names if name.endswith(".topk")} == topk
+    assert {"name", "model.memories.<ngram>.optim.lr_scale", "checkpoint.keep"} <= set(names)
     assert len(names) == len(set(names))
     assert all(set(row) == {"key", "type", "default", "help"} for row in listed)
+    assert "| model.memories.\\<peer>.topk | int | 32 |" in pkmlm("recipe", "keys", "--format", "md").stdout
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_keys_are_shown_by_section_and_those_that_kinds_share_once(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     shown = pkmlm("recipe", "keys").stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "model.memory:\n  kind: none " in shown
+    assert max(map(len, shown.splitlines())) <= columns
     assert f"  steps: {Recipe().train.steps} " in shown
-    assert "| model.memory.topk | int | 32 |" in pkmlm("recipe", "keys", "--format", "md").stdout
+    assert shown.count("  topk: 32 ") == 1
+    sections = dict(section.split(":\n", 1) for section in shown.split("\n\n"))
+    for kind in SPECS:
+        assert f"model.memories.<{kind}> (<{kind}>: the name of a memory of that kind)" in sections
+    words = {section.partition(" ")[0]: set(re.findall(r"\w+", rows)) for section, rows in sections.items()}
+    for key in list_keys():
+        section, _, leaf = key.name.rpartition(".")
+        assert leaf in words[section or "(top"], "shared keys are named where they are not explained"
 
 
 def test_recipes_that_come_along_are_found_by_name():

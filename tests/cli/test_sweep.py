@@ -31,13 +31,16 @@ from tests.conftest import given, pkmlm
 GRID = """title: Two memories
 base: product-key.yaml
 axes:
-  slots: {none: {model.memory.kind: none}, 64: {model.memory.num_keys: 8}, 256: {model.memory.num_keys: 16}}
+  slots:
+    none: {model.memories: null}
+    64: {model.memories.pkm.num_keys: 8}
+    256: {model.memories.pkm.num_keys: 16}
 without: [{slots: 64}]
 measure: [valid_loss, dense]
 """
 TUNED = """title: One memory
 base: product-key.yaml
-axes: {slots: {256: {model.memory.num_keys: 16, optim.weight_decay: 300}}}  # at a rate of 1000, it diverges
+axes: {slots: {256: {model.memories.pkm.num_keys: 16, optim.weight_decay: 300}}}  # at a rate of 1000, it diverges
 tune: {values: [3e-3, 1e-9, 1000]}
 measure: [perplexity, speed]
 paper: {perplexity: [21.0]}
@@ -74,7 +77,7 @@ def cells_in(folder: Path) -> dict[str, dict]:
 
 def train_cell(grid: Path, folder: Path, *settings: str) -> None:
     """The cell 256_seed-1 of GRID, in this process."""
-    shared = ("-q", "-s", "train.steps=2", "-s", "model.memory.num_keys=16", "-s", "train.seed=1")
+    shared = ("-q", "-s", "train.steps=2", "-s", "model.memories.pkm.num_keys=16", "-s", "train.seed=1")
     pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / "256_seed-1", *shared, *settings)
 
 
@@ -193,7 +196,7 @@ def test_short_runs_choose_and_whole_ones_are_compared_at_equal_amounts(grid, tm
 def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     """For training it is complete, whatever eval.tokens are; and the base's file may change while a sweep runs."""
     folder = tmp_path / "swept"
-    grid.write_text(GRID.replace("{none: {model.memory.kind: none}, 64", "{64"))
+    grid.write_text(GRID.replace("    none: {model.memories: null}\n", ""))
     sweep = ("sweep", grid, "-o", folder, "-q", "-s", "train.steps=2")
     train_cell(grid, folder)
     pkmlm(*sweep)
@@ -230,7 +233,7 @@ def test_tokens_that_have_moved_are_those_of_the_cells(grid, tokens, tmp_path):
     """Where the tokens are does not make a run another cell's; other tokens do."""
     folder, moved, others = tmp_path / "swept", tmp_path / "moved", tmp_path / "others"
     shutil.copytree(tokens, moved)
-    grid.write_text(GRID.replace("{none: {model.memory.kind: none}, 64", "{64").replace("valid_loss", "perplexity"))
+    grid.write_text(GRID.replace("    none: {model.memories: null}\n", "").replace("valid_loss", "perplexity"))
     train_cell(grid, folder)
     sweep = ("sweep", grid, "-o", folder, "-q", "-s", "train.steps=2")
     (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, 2, f"data.dir={moved}")["256_seed-1"])
@@ -262,7 +265,7 @@ def test_validation_is_that_of_the_last_step(grid, tmp_path, trained):
 def test_other_seeds_run_at_the_best_value(grid, tmp_path, monkeypatch):
     """All runs are done already, so that nothing trains here."""
     folder = tmp_path / "swept"
-    text = GRID.replace("{none: {model.memory.kind: none}, 64", "{64").replace("dense", "speed")
+    text = GRID.replace("    none: {model.memories: null}\n", "").replace("dense", "speed")
     grid.write_text(text + "seeds: [1, 2]\ntune: {values: [3e-3, 1e-9]}\n")
     settings = ["train.steps=2", "optim.warmup_steps=0"]
     cells = Cells(read_grid(grid)[0], grid.parent / "product-key.yaml", settings)
@@ -599,9 +602,9 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(grid, tmp_path):
     rows = [line.split() for line in done.stdout.splitlines()[-2:]]
     assert [row[5] for row in rows] == ["0.0077"] * 2, "30 steps of 256 tokens are no 0.0 million"
     assert all(0 < float(row[3]) < 1 for row in rows), "nor are the operations of a tiny model"
-    grid.write_text(GRID.replace("kind: none", "kind: none, model.memory.topk: 2"))
+    grid.write_text(GRID.replace("num_keys: 16", "num_keys: 16, optim.warmup_steps: 60"))
     said = pkmlm("sweep", grid, "--dry-run").stderr
-    assert said == "warning: none_seed-1: model.memory.topk: without effect, as model.memory.kind is none\n"
+    assert said.startswith("warning: 256_seed-1: optim.warmup_steps: 60 for 30 steps of training: ")
     assert not (tmp_path / "cells").exists()
     assert "-o" in pkmlm("sweep", grid, code=2).stderr
     grid.write_text(GRID.replace("valid_loss, dense", "dense"))

@@ -8,24 +8,33 @@ import torch
 
 from pkmlm.bench import LAYERS, rounds
 from pkmlm.bench.memory import Shape, contender, contenders, inputs, product_key_layer, reads_of, time_memory
-from pkmlm.bench.models import RandomBatches, decode, prefilled, random_tokens, random_training, variants
+from pkmlm.bench.models import RandomBatches, chosen_models, decode, prefilled, random_tokens, random_training, variants
 from pkmlm.bench.rounds import interleaved
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
+from pkmlm.memory.hash.spec import HashSpec
+from pkmlm.memory.ngram.spec import NGramSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
+from pkmlm.memory.spec import Spec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Memory, Model, Parallel, Recipe, Train
+from pkmlm.recipe.schema import Model, Parallel, Recipe, Train
 from pkmlm.train.step import train_step
 
 CPU = torch.device("cpu")
 SHAPE = Shape(num_keys=16, dim=24, heads=2, topk=4, key_dim=8, tokens=40)
+PKM = ProductKeySpec(layers=("2",), num_keys=8, heads=2, topk=4, key_dim=16)
 RECIPE = Recipe(
-    model=Model(dim=32, layers=2, heads=2, context=16, memory=Memory("product-key", ("2",), 8, 2, 4, 16)),
+    model=Model(dim=32, layers=2, heads=2, context=16, memories={"pkm": PKM}),
     train=Train(batch_tokens=64, micro_batch=2),
 )
 
 
 def quiet(text: str) -> None:
     pass
+
+
+def with_memories(**memories: Spec) -> Recipe:
+    return replace(RECIPE, model=replace(RECIPE.model, vocab_size=50, memories=memories))
 
 
 def test_a_training_that_chooses_slots_by_a_background_is_timed_without_it():
@@ -151,20 +160,38 @@ def test_short_work_on_a_gpu_is_queued_many_times_for_one_time(monkeypatch, devi
 def test_models_follow_from_the_recipe():
     found = variants(RECIPE, 50, [], ("dense", "memory", "double", "hash"))
     models = [one.recipe.model for one in found]
-    assert [model.memory.kind for model in models] == ["none", "product-key", "none", "none"]
+    assert [model.kinds for model in models] == [[], ["product-key"], [], ["hash"]]
     assert [model.layers for model in models] == [2, 2, 4, 2]
-    assert [model.projections for model in models] == ["dense", "dense", "dense", "hash"]
     for one in found:
         built = build_model(one.recipe, 50)
         assert one.cost.dense + one.cost.memory == sum(parameter.numel() for parameter in built.parameters())
-    sizes = [one.recipe.model.memory.num_keys for one in variants(RECIPE, 50, [8, 16], ["memory"])]
-    assert sizes == [8, 16]
-    hashed = replace(RECIPE, model=replace(RECIPE.model, projections="hash", memory=Memory()))
-    assert [one.recipe.model.projections for one in variants(hashed, 50, [], ("dense", "hash"))] == ["dense", "hash"]
     compiled = replace(RECIPE, train=replace(RECIPE.train, compile=True))
-    assert [one.recipe.train.compile for one in variants(compiled, 50, [], ("dense", "hash"))] == [True, False]
+    assert all(one.recipe.train.compile for one in variants(compiled, 50, [], ("dense", "hash")))
     with pytest.raises(UserError, match="no memory to time"):
-        variants(hashed, 50, [], ["memory"])
+        variants(with_memories(), 50, [], ["memory"])
+
+
+def test_a_size_in_slots_is_that_of_the_memories_with_sub_keys():
+    both = with_memories(pkm=PKM, ngrams=NGramSpec(layers=("1",), heads=2, rows=13, row_dim=8))
+    found = variants(both, 50, [8, 16], ["memory"])
+    assert [one.recipe.model.memories["pkm"].num_keys for one in found] == [8, 16]
+    assert all(one.recipe.model.memories["ngrams"] == both.model.memories["ngrams"] for one in found)
+    assert [one.name for one in found] == ["memory-64", "memory-256"]
+
+
+def test_all_possible_models_are_chosen_once():
+    def kinds(recipe: Recipe) -> list[str]:
+        return [one.kind for one in chosen_models(recipe, [], ())]
+
+    assert kinds(with_memories(pkm=PKM)) == ["dense", "memory", "double", "hash"]
+    assert kinds(with_memories()) == ["dense", "double", "hash"]
+    assert kinds(with_memories(tables=HashSpec(bits=4))) == ["dense", "memory", "double"]
+    ngrams = NGramSpec(layers=("1",), heads=2, rows=13, row_dim=8)
+    assert kinds(with_memories(ngrams=ngrams)) == ["dense", "memory", "double", "hash"]
+    narrow = replace(RECIPE, model=replace(RECIPE.model, dim=20, vocab_size=50, memories={}))
+    assert kinds(narrow) == ["dense", "double"], "8 bits do not divide the width"
+    with pytest.raises(UserError, match="--slots"):
+        chosen_models(with_memories(ngrams=ngrams), [16], ())
 
 
 def test_decoding_a_batch_is_generation_of_each_sequence():

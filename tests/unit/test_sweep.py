@@ -34,7 +34,7 @@ model:
   heads: 2
   context: 16
   vocab_size: 100
-  memory: {kind: product-key, layers: 2, num_keys: 8, topk: 4, key_dim: 16}
+  memories: {pkm: {kind: product-key, layers: 2, num_keys: 8, topk: 4, key_dim: 16}}
 train: {batch_tokens: 64, micro_batch: 4}
 """
 GRID = """title: Size and norm
@@ -43,12 +43,12 @@ seeds: [1, 2]
 set: {model.dim: 16}
 axes:
   slots:
-    none: {model.memory.kind: none}
-    64: {model.memory.num_keys: 8}
-    256: {model.memory.num_keys: 16}
+    none: {model.memories: null}
+    64: {model.memories.pkm.num_keys: 8}
+    256: {model.memories.pkm.num_keys: 16}
   norm:
-    no: {model: {memory: {query_norm: none}}}
-    yes: {model.memory.query_norm: batch, model.memory.layers: [1, 2]}
+    no: {model: {memories: {pkm: {query_norm: none}}}}
+    yes: {model.memories.pkm.query_norm: batch, model.memories.pkm.layers: [1, 2]}
 without: [{slots: none, norm: yes}]
 tune: {values: [1e-3, 2e-3, 4e-3]}
 measure: [perplexity, usage, dense]
@@ -60,9 +60,10 @@ claims:
   - {text: used, measure: usage, rising: slots, at: {norm: yes, slots: [64, 256]}}
 figures: [{x: slots, y: perplexity, line: norm}, {x: usage, y: perplexity}]
 scales:
-  small: {seeds: [1], only: {slots: [none, 64]}, set: {model.layers: 1, model.memory.layers: 1}}
-  large: {axes: {slots: {256: {model.memory.heads: 2}}}}
+  small: {seeds: [1], only: {slots: [none, 64]}, set: {model.layers: 1, model.memories.pkm.layers: 1}}
+  large: {axes: {slots: {256: {model.memories.pkm.heads: 2}}}}
 """
+USED = {"memory": "pkm", "layer": 2, "kind": "product-key", "mass": {"usage": 0.5, "kl": 1.0}}
 P = ("none", "no"), ("64", "no"), ("64", "yes"), ("256", "no"), ("256", "yes")
 
 
@@ -82,7 +83,7 @@ def test_a_cells_steps_are_those_of_its_last_line_however_long(folder):
     cell = Cells(grid_of(folder), folder / "base.yaml").first[P[0], "1e-3"]
     assert steps_taken(cell, folder) == 0, "no log yet"
     (folder / cell.name).mkdir()
-    memories = [{"layer": layer, "name": "ffn1", "usage": 0.5, "kl": 1.25} for layer in range(72)]
+    memories = [{"layer": layer, "memory": "tables", "part": "ffn1", "usage": 0.5, "kl": 1.25} for layer in range(72)]
     lines = [{"event": "train", "step": 7}, {"event": "valid", "step": 7, "usage": memories}]
     (folder / cell.name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert steps_taken(cell, folder) == 7
@@ -111,7 +112,7 @@ def test_every_cell_is_its_recipe(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml", ["train.steps=7"])
     assert len(cells) == 5 * 3 + 5
     cell = cells.first[("256", "yes"), "2e-3"]
-    memory = cell.recipe.model.memory
+    memory = cell.recipe.model.memories["pkm"]
     assert (memory.num_keys, memory.heads, memory.query_norm, memory.layers) == (16, 2, "batch", ("1", "2"))
     assert (cell.recipe.model.dim, cell.recipe.optim.lr, cell.recipe.train.steps) == (16, 2e-3, 7)
     others = cells.others(cell)
@@ -129,11 +130,34 @@ def test_every_cell_is_its_recipe(folder):
 
 
 @pytest.mark.parametrize(
-    ("key", "cause"), [("optim.lr", "optim.lr by its tune"), ("model", "model.memory.")], ids=["the key", "its section"]
+    ("key", "cause"),
+    [("optim.lr", "optim.lr by its tune"), ("model", "model.memories by its axis slots")],
+    ids=["the key", "its section"],
 )
 def test_what_cells_differ_in_is_not_for_the_command_line(folder, key, cause):
     with pytest.raises(UserError, match=f"-s {key.strip()}: the grid sets {cause}"):
         Cells(grid_of(folder), folder / "base.yaml", [f"{key}=3"])
+
+
+def test_what_one_axis_drops_is_gone_whatever_others_say_of_it(folder):
+    axes = "{first: {with: {}, without: {model.memories: null}},"
+    axes += " second: {two: {model.memories.pkm.topk: 2}, none: {model.memories.pkm: ~}}}"
+    tune = "{key: model.memories.pkm.optim.lr, values: [1e-3, 1e-2]}"
+    grid = grid_of(folder, f"base: base.yaml\naxes: {axes}\ntune: {tune}\n", None)
+    cells = Cells(grid, folder / "base.yaml", ["model.memories.pkm.heads=2"])
+    for (point, _), cell in cells.first.items():
+        memories = cell.recipe.model.memories
+        assert [(each.topk, each.heads) for each in memories.values()] == [(2, 2)] * (point == ("with", "two"))
+        assert load_recipe(folder / "base.yaml", cell.overrides) == cell.recipe
+    with pytest.raises(UserError, match=r"-s model\.memories: the grid sets "):
+        Cells(grid, folder / "base.yaml", ["model.memories=null"])
+
+
+def test_an_axis_adds_a_memory_to_cells_that_have_none(folder):
+    axes = "{kind: {none: {}, hash: {model.memories.tables: {kind: hash, bits: 4}}}}"
+    grid = grid_of(folder, f"base: base.yaml\nset: {{model.memories: null}}\naxes: {axes}\n", None)
+    models = [cell.recipe.model for cell in Cells(grid, folder / "base.yaml").whole.values()]
+    assert [list(model.memories) for model in models] == [[], ["tables"]]
 
 
 def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
@@ -151,12 +175,16 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("seeds: [1, 2]", "seeds: [1, -2]", "slots none, norm no: -s train.seed=-2: train.seed"),
         ("    256: {", "    '': {", "axes.slots"),
         ("  norm:\n", "  norm: 3\n  more:\n", "axes.norm: found 3"),
-        ("no: {model: {", "no: {mode: {", "slots none, norm no: -s mode.memory.query_norm=none: unknown key mode"),
+        (
+            "no: {model: {",
+            "no: {mode: {",
+            "slots none, norm no: -s mode.memories.pkm.query_norm=none: unknown key mode",
+        ),
         ("without:", "only: {norm: [no],\n  slots: [65]}\nwithout:", "14:3: only: found 65"),
         ("none, norm: yes", "none, norm: ye", "without: found ye|no, yes"),
         ("tune: {values: [1e-3, 2e-3, 4e-3]}", "tune: {values: []}", "tune|optim.lr"),
         ("[1e-3, 2e-3, 4e-3]", "[1e-3, 2e-3, 1e-3]", "tune.values: found 1e-3"),
-        ("tune: {", "tune: {key: model.memory.num_keys, ", "model.memory.num_keys|its tune|its axis slots"),
+        ("tune: {", "tune: {key: model.memories.pkm.num_keys, ", "model.memories.pkm.num_keys|its tune|its axis slots"),
         ("measure: [perplexity, usage", "measure: [perplexity, usag", "15:23: measure: found usag"),
         ("  perplexity: {none", "  perplexities: {}\n  perplexity: {none", "17:3: paper: found perplexities"),
         ("no: 20.5", "no: abc", "paper.perplexity.256.no: found abc"),
@@ -176,7 +204,7 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("{x: usage, y: perplexity}", "{x: slots, y: perplexity}", "figures: found perplexity by slots twice"),
         ("line: norm}", "line: norm, log: [x]}", "figures: log: found x"),
         ("tune: {", "tune: {set: {optim.lr: 5e-3}, ", "optim.lr is set by its tune and by its tune.set"),
-        ("large: {axes: {slots: {256: {model.memory.heads: 2}}}}", "large: 5", "scales.large: found 5"),
+        ("large: {axes: {slots: {256: {model.memories.pkm.heads: 2}}}}", "large: 5", "scales.large: found 5"),
         ("seeds: [1, 2]", "seeds: 3", "seeds: found 3|a list"),
     ],
 )
@@ -392,7 +420,7 @@ def test_what_lies_at_zero_has_a_place_on_a_logarithmic_axis(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
     results = Results(cells.grid, cells, {place: {} for place in cells.whole})
     for point in P:
-        usage = [{"layer": 2, "name": "memory", "mass": {"usage": 0.5 * (point[0] != "none"), "kl": 1.0}}]
+        usage = [USED | {"mass": {"usage": 0.5 * (point[0] != "none"), "kl": 1.0}}]
         for cell in cells.tuning(point):
             results.add(measured_by_hand(cell, {"valid_loss": 1.0, "test_token_ppl": 20.0, "usage": usage}))
     (axes,) = picture(results, replace(cells.grid.figures[1], log=("x", "y")), LOOK).axes
@@ -411,7 +439,7 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
             half = picture(results, by_slots, LOOK)
             assert [len(axes.containers) for axes in half.axes] == [1, 2], "the other is not measured"
             assert [text.get_text() for text in half.legends[0].get_texts()] == ["yes", "no"]
-        usage = [] if point[0] == "none" else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
+        usage = [] if point[0] == "none" else [USED]
         facts = {"valid_loss": 1.0, "test_token_ppl": 20.0, "usage": usage}
         for cell in cells.tuning(point):
             results.add(measured_by_hand(cell, facts))
@@ -441,8 +469,7 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
     cells = Cells(grid_of(folder, text, None), folder / "base.yaml")
     results = Results(cells.grid, cells, {place: {} for place in cells.whole})
     for cell in cells.first.values():
-        dense = cell.recipe.model.memory.kind == "none"
-        usage = [] if dense else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
+        usage = [USED] if cell.recipe.model.memories else []
         results.add(measured_by_hand(cell, {"test_token_ppl": 20.0, "usage": usage}))
         for other in cells.others(cell):
             results.add(measured_by_hand(other, {"test_token_ppl": 21.0, "usage": usage}))
@@ -514,8 +541,8 @@ def test_measures_are_in_the_units_that_they_say():
     for name in ("bytes", "table_mb", "block_flops", "map_flops", "operations", "dense"):
         assert MEASURES[name].read(cost) == pytest.approx(1.0), name
     assert MEASURES["speed"].read({"scoring_tokens_per_second": 1000.0}) == 1.0
-    pool = [{"name": "memory", "pool": [1, 2], "mass": {"usage": 0.2}}] * 2
-    pool.append({"name": "pool", "pool": [1, 2], "mass": {"usage": 0.3}})
+    pool = [{"memory": "plus", "layer": layer, "pool": [1, 2], "mass": {"usage": 0.2}} for layer in (1, 2)]
+    pool.append({"memory": "plus", "layer": None, "pool": [1, 2], "mass": {"usage": 0.3}})
     assert MEASURES["usage"].read({"usage": pool}) == 0.3
 
 
