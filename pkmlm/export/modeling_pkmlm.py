@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
 from pkmlm.kernels.matmul import Linear
 from pkmlm.memory.init import Constant, Normal, fill, init_spec_of, linear_std
+from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import tables_of
@@ -199,6 +200,14 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
         tensors = self.state_dict(keep_vars=True)
         for name in kept_in_fp32(self):
             tensors[name].data = tensors[name].data.float()
+        return self
+
+    def train(self, mode: bool = True) -> Any:
+        """As in torch; but batch-normalised queries keep their statistics, which padding would change."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, QueryBatchNorm):
+                module.training = False
         return self
 
     def stand_ins(self, embedded_BTD: Any) -> Tensor:

@@ -363,6 +363,17 @@ def test_labels_give_the_loss_and_every_weight_a_gradient(pair):
 
 
 @torch.no_grad()
+def test_training_keeps_the_statistics_of_queries(pair):
+    _, theirs, _ = pair
+    expected, before = theirs(IDS_BT).logits, {name: each.clone() for name, each in theirs.state_dict().items()}
+    try:
+        assert torch.equal(theirs.train()(IDS_BT).logits, expected)
+    finally:
+        theirs.eval()
+    assert all(torch.equal(each, before[name]) for name, each in theirs.state_dict().items())
+
+
+@torch.no_grad()
 def test_parts_of_the_output(pair):
     _, theirs, folder = pair
     whole = theirs(IDS_BT, output_hidden_states=True)
