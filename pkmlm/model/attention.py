@@ -52,11 +52,11 @@ class AttentionLayout(NamedTuple):
     """Positions and mask of tokens that are not a plain sequence, but several sequences in a row that share a prefix.
 
     Attributes:
-        positions_BT: the position of each token.
+        positions_BT: the position of each token; None: as many as the tokens that it attends to before itself.
         mask_BTT: which tokens each token attends to (bool), itself included; after a cache (B, T, S), of all so far.
     """
 
-    positions_BT: Tensor
+    positions_BT: Tensor | None
     mask_BTT: Tensor
 
 
@@ -80,6 +80,13 @@ def within_documents(begins_BS: Tensor, new: int, layout: AttentionLayout | None
     place_S = torch.arange(begins_BS.shape[1], device=begins_BS.device)
     first_BS = (begins_BS * place_S).cummax(1).values
     return AttentionLayout((place_S - first_BS)[:, -new:], same_BTS & (place_S[-new:, None] >= place_S))
+
+
+def positions_of(layout: AttentionLayout) -> Tensor:
+    """The position of each token (B, T)."""
+    if layout.positions_BT is not None:
+        return layout.positions_BT
+    return (layout.mask_BTT.sum(-1) - 1).clamp(min=0)
 
 
 def rotation(positions_T: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:

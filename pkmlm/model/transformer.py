@@ -19,7 +19,7 @@ from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.spec import Lookback, Place, Site
 from pkmlm.memory.table import Pool, Values, tables_of
 from pkmlm.memory.tokens import Past, TokenIds
-from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation, within_documents
+from pkmlm.model.attention import Attention, AttentionLayout, KVCache, positions_of, rotation, within_documents
 from pkmlm.model.loss import summed_loss
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Network(nn.Module):
 
     def states(
         self,
-        tokens_BT: Tensor | None,
+        tokens_BT: Tensor,
         cache: KVCache | None = None,
         layout: AttentionLayout | None = None,
         *,
@@ -184,8 +184,7 @@ class Network(nn.Module):
         """The residual stream before each block, and then the final norm's output: (B, T, D) each.
 
         Args:
-            tokens_BT: int64, below V; None with `embedded_BTD`, if nothing looks rows up by them: all tokens are then
-                of one document.
+            tokens_BT: int64, below V.
             cache: keys and values of the tokens before; the new ones are added to it.
             layout: positions (within the context) and mask of tokens that are not a plain sequence.
             seen_BS: with a layout after a cache: which tokens so far the next one sees, for memories that look rows up
@@ -200,21 +199,19 @@ class Network(nn.Module):
         if layout is None and start + length > self.context:
             raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
         order = layout if seen_BS is None else None
-        finders = self.token_ids.items() if tokens_BT is not None else ()
-        pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in finders}
-        if self.document_mask and tokens_BT is not None:
+        pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in self.token_ids.items()}
+        if self.document_mask:
             layout = within_documents(pasts["plain"].begins_BS, length, layout)
+        at_T = torch.arange(start, start + length, device=x_BTD.device) if layout is None else positions_of(layout)
         if self.smear is not None:
             x_BTD = self.smear(x_BTD, pasts["plain"])
         if self.positions is not None:
-            at = slice(start, start + length) if layout is None else layout.positions_BT
+            at = slice(start, start + length) if layout is None else at_T
             x_BTD = x_BTD + self.positions.weight[at]
         x_BTD = self.dropout(x_BTD)
         cos_sin = None
         if self.rotary_width:
-            in_order_T = torch.arange(start, start + length, device=x_BTD.device)
-            at_T = in_order_T if layout is None else layout.positions_BT[:, None]
-            cos_sin = rotation(at_T, self.rotary_width, self.rotary_base)
+            cos_sin = rotation(at_T if layout is None else at_T[:, None], self.rotary_width, self.rotary_base)
         for block in self.blocks:
             yield x_BTD
             x_BTD = block(x_BTD, cos_sin, cache, layout, pasts)
@@ -286,12 +283,13 @@ def memory_key(name: str) -> str:
 
 
 def kept_in_fp32(model: nn.Module) -> list[str]:
-    """The names of tensors that stay in fp32 in a model of half precision: all that memories have besides tables, and
-    the scales of tables in few bits. Rounded queries and keys would find other slots.
+    """The names of tensors that stay in fp32 in a model of half precision: all that memories have besides tables
+    (rounded queries and keys would find other slots), the scales of tables in few bits, and the gains of attention's
+    own queries and keys.
     """
     floats = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point()]
-    of_memories = [name for name in floats if re.search(r"\bmemory_", name) and not name.endswith("weight_KD")]
-    return [*of_memories, *(name for name in floats if name.endswith("scale_K") and name not in of_memories)]
+    kept = re.compile(r"\bmemory_.*(?<!\.weight_KD)$|\.scale_K$|\.attention\.(query|key)_norm\.")
+    return [name for name in floats if kept.search(name)]
 
 
 def token_ids(model: "Model", vocab_size: int) -> dict[str, TokenIds]:
