@@ -214,7 +214,7 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
     """
     model, s = recipe.model, recipe.model.context
     with torch.device("meta"):
-        block = build_block(recipe, vocab_size, layer, micro_batches=1, pools=pools)
+        block = build_block(model, vocab_size, layer, micro_batches=1, pools=pools)
     found = memories(block)
     last = [*memories([*block.parts.values()][-1])][-1:]
     maps = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))

@@ -96,6 +96,8 @@ MODELS = {
     "peer": f"{{experts: {{kind: peer, layers: 2, num_keys: 16, {KEYS}}}}}",
     "ngram": "{ngrams: {kind: ngram, layers: [1, 2], orders: [2, 3], heads: 2, rows: 251, row_dim: 8}}",
     "hash": "{tables: {kind: hash, bits: 4, extra_bits: 2}}",
+    "mixed": "{ngrams: {kind: ngram, layers: 1, orders: [2], heads: 2, rows: 251, row_dim: 8}, "
+    f"tables: {{kind: hash, layers: 1, bits: 4}}, pkm: {{kind: product-key, layers: [1+, 2], num_keys: 16, {KEYS}}}}}",
 }
 
 

@@ -11,25 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pkmlm.attach.dense import DenseSpec
 from pkmlm.attach.hosted import Hosted
-from pkmlm.attach.hosts import choose_blocks, find_tokenizer, text_config, vocabulary_of
-from pkmlm.attach.layers import DENSE, NGRAM, Layer, settings_of
+from pkmlm.attach.hosts import choose_blocks, find_tokenizer, vocabulary_of
 from pkmlm.attach.optimizer import AdamWAndRowAdam
-from pkmlm.attach.places import NAME, Mode, attachments_of, insert
-from pkmlm.attach.saved import check_base, read_facts, read_weights, write_attached
-from pkmlm.data.canonical import host_canonical_ids
+from pkmlm.attach.places import NAME, attachments_of, insert
+from pkmlm.attach.saved import check_base, read_facts, read_weights, saved_spec, write_attached
+from pkmlm.attach.specs import Mode, spec_of
+from pkmlm.attach.tokens import host_ids
 from pkmlm.errors import UserError
 from pkmlm.measure.counters import UsageCounters
 from pkmlm.measure.slot_contexts import AFTER, BEFORE, Context, TopContexts
 from pkmlm.measure.slots import LogitLens, SlotDetails, find_memory, most_read
 from pkmlm.measure.usage import MemoryUsage
+from pkmlm.memory.base import SparseMemory
 from pkmlm.memory.row_adam import RowAdam, check_settings
+from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import tables_of
 
 
 def attach(
     model: nn.Module,
-    memory: Mapping[str, Any] | Layer | str | Path,
+    memory: Mapping[str, Any] | SparseMemory | str | Path,
     layers: Sequence[int] | None = None,
     mode: Mode = "add",
     *,
@@ -45,21 +48,20 @@ def attach(
     to recover. The memory computes in fp32 inside a model of any dtype, with or without autocast; each token is looked
     up by itself, so that neither padding nor a cache changes what it reads.
 
-    An n-gram memory is added to the stream before the block, also times such a gate (with `fusion: add`, its rows start
-    at 0 instead). It reads the ids that the model is called with, and keeps earlier ones in the model's cache.
+    A memory that looks rows up by the tokens, such as an n-gram memory, is added to the stream before the block, also
+    times such a gate (unless its rows start at 0). It reads the ids that the model is called with, and keeps earlier
+    ones in the model's cache.
 
     Args:
         model: has a config and one list of blocks (GPT-2, GPT-NeoX, Llama, Qwen and others); it is changed in place.
-        memory: the keys of a recipe's `model.memory`, such as {"kind": "product-key", "num_keys": 128, "heads": 4,
-            "topk": 8, "key_dim": 64}; `query_norm` is "rms" unless given. Or those of `model.ngram`, such as
-            {"kind": "ngram", "orders": [2, 3], "heads": 4, "rows": 4093, "row_dim": 16}. Or a layer for one block, such
-            as `pkmlm.ProductKeyMemory(dim, query_norm="rms")`, with its weights. Or a folder that `Attachment.save`
-            wrote, which sets everything but `freeze`; its weights are loaded.
+        memory: a recipe's keys of one memory, without `layers` and `optim`, such as {"kind": "product-key", "num_keys":
+            128, "heads": 4, "topk": 8, "key_dim": 64}; `query_norm` is "rms" unless given. Or a layer for one block,
+            such as `pkmlm.ProductKeyMemory(dim, query_norm="rms")`, with its weights. Or a folder that
+            `Attachment.save` wrote, which sets everything but `freeze`; its weights are loaded.
         layers: the blocks, counted from 1.
         mode: "add" or "replace".
-        tokenizer: the file or folder of the model's tokenizer, from which an n-gram memory takes canonical ids (unless
-            it has "canonical": False); None: the folder that the model was loaded from. The ids of an `NGramMemory` are
-            canonical only if a tokenizer is given.
+        tokenizer: the file or folder of the model's tokenizer, from which a memory with `canonical: True` takes its
+            ids; None: the folder that the model was loaded from.
         freeze: train only what is attached, for as long as it is.
         seed: of the initial weights.
 
@@ -75,9 +77,7 @@ def attach(
                 raise UserError(f"{name} is {value}, but {memory} sets it", f"leave {name} out")
         facts = read_facts(folder := Path(memory))
         check_base(folder, facts, model)
-        attachment = Attachment(
-            model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze=freeze, seed=None
-        )
+        attachment = Attachment(model, saved_spec(facts), facts["layers"], facts["mode"], freeze=freeze, seed=None)
         try:
             read_weights(folder, facts, attachment.module)
         except BaseException:
@@ -87,19 +87,15 @@ def attach(
         return attachment
     if layers is None:
         raise UserError("layers is None (expected the blocks that get a memory, counted from 1)")
-    kind, arguments = settings_of(memory)
-    made = None if isinstance(memory, Mapping) else memory
-    if kind != NGRAM:
-        if tokenizer is not None:
-            raise UserError(f"tokenizer is {tokenizer}, but only n-gram memories need one", "leave tokenizer out")
-        return Attachment(model, kind, arguments, layers, mode, freeze=freeze, seed=seed, made=made)
-    if made is not None and tokenizer is None:
-        arguments["canonical"] = False
-    own = find_tokenizer(model, tokenizer) if arguments.get("canonical", True) else None
-    canonical = host_canonical_ids(text_config(model), vocabulary_of(model), own)
-    attachment = Attachment(model, kind, arguments, layers, mode, freeze=freeze, seed=seed, made=made)
-    assert attachment.module.ngram_ids is not None
-    attachment.module.ngram_ids.canonical_V.copy_(torch.from_numpy(canonical))
+    spec, made = spec_of(memory), None if isinstance(memory, Mapping) else memory
+    ids = None if spec.lookback is None else spec.lookback.ids
+    if tokenizer is not None and ids != "canonical":
+        raise UserError(f"tokenizer is {tokenizer}, but the memory needs no canonical ids", "leave tokenizer out")
+    own = find_tokenizer(model, tokenizer) if ids == "canonical" else None
+    ids_V = None if ids is None else host_ids(model, ids, own)
+    attachment = Attachment(model, spec, layers, mode, freeze=freeze, seed=seed, made=made)
+    if ids_V is not None and attachment.module.token_ids is not None:
+        attachment.module.token_ids.ids_V.copy_(ids_V)
     return attachment
 
 
@@ -128,7 +124,7 @@ def attach_dense(
         raise UserError(f"like is a {type(like).__name__} (expected an Attachment: what `attach` returned)")
     layers = like.module.layers if layers is None else choose_blocks(model, layers)
     inner = round(like.flops_per_token() / len(layers) / (3 * like.module.dim))
-    return Attachment(model, DENSE, {"inner": max(1, inner)}, layers, like.module.mode, freeze=freeze, seed=seed)
+    return Attachment(model, DenseSpec(inner=max(1, inner)), layers, like.module.mode, freeze=freeze, seed=seed)
 
 
 class Attachment:
@@ -144,20 +140,19 @@ class Attachment:
     def __init__(
         self,
         model: nn.Module,
-        kind: str,
-        arguments: Mapping[str, Any],
+        spec: Spec,
         layers: Sequence[int],
         mode: Mode,
         *,
         freeze: bool,
         seed: int | None,
-        made: Layer | None = None,
+        made: SparseMemory | None = None,
     ):
         """Use `attach` or `attach_dense`."""
         if not isinstance(freeze, bool):
             raise UserError(f"freeze is {freeze!r} (expected True or False)")
         self.model, self.step = model, 0
-        self.module, self._remove = insert(model, kind, arguments, layers, mode, freeze=freeze, seed=seed, made=made)
+        self.module, self._remove = insert(model, spec, layers, mode, freeze=freeze, seed=seed, made=made)
         self._prefix = f"{NAME}.{self.module.name}."
         self._rows: RowAdam | None = None
 

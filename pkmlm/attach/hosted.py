@@ -9,16 +9,13 @@ from math import copysign
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pkmlm.attach.hosts import block_owner, find_blocks, text_config, vocabulary_of
-from pkmlm.attach.layers import DENSE, NGRAM, ngram_spec
-from pkmlm.attach.ngrams import CACHES
-from pkmlm.attach.places import Place, attachments_of, insert
-from pkmlm.attach.saved import check_base, read_facts, read_weights
-from pkmlm.data.canonical import host_canonical_ids
+from pkmlm.attach.places import Placed, attachments_of, insert
+from pkmlm.attach.saved import check_base, read_facts, read_weights, saved_spec
+from pkmlm.attach.tokens import CACHES, host_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError, first_line, is_out_of_memory
@@ -26,10 +23,9 @@ from pkmlm.evaluate.load import LoadedRun
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
 from pkmlm.files import MANIFEST, read_json
-from pkmlm.memory.base import SparseMemory
-from pkmlm.memory.ngram.layer import NGramIds
+from pkmlm.memory.base import memories
 from pkmlm.model.attention import AttentionLayout, KVCache
-from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
+from pkmlm.recipe.schema import Model, Recipe
 
 CONTEXT = 2048  # most tokens that a model reads at once: the maximum in its config may not fit into memory
 
@@ -42,7 +38,7 @@ class Hosted(nn.Module):
 
     Attributes:
         embedding, blocks, norm: the host's; norm is the identity if no final norm is found.
-        ngram_ids: the token lookup of the n-gram memories attached first; None: there are none.
+        token_ids: what the memory attached first needs to know about the tokens, for each sort of ids.
 
     Raises:
         UserError: its logits are not its output embedding applied to the last hidden state.
@@ -51,7 +47,7 @@ class Hosted(nn.Module):
     embedding: nn.Embedding
     blocks: nn.ModuleList
     norm: nn.Module
-    ngram_ids: NGramIds | None
+    token_ids: nn.ModuleDict
 
     def __init__(self, host: Any):
         super().__init__()
@@ -62,13 +58,14 @@ class Hosted(nn.Module):
         at = parts.index(blocks)
         norms = [each for each in parts[at + 1 :] + parts[:at][::-1] if "norm" in type(each).__name__.lower()]
         norm = norms[0] if norms else nn.Identity()
-        attached = attachments_of(host).values()
-        ngram_ids = next((each.ngram_ids for each in attached if each.ngram_ids is not None), None)
+        found = [each.token_ids for each in attachments_of(host).values() if each.token_ids is not None]
+        token_ids = nn.ModuleDict({each.ids: each for each in reversed(found)})
         for module in host.modules():
-            if isinstance(module, Place) and module.gate is not None and isinstance(module.layer, SparseMemory):
-                module.layer.sign = copysign(1.0, module.gate.item())
+            if isinstance(module, Placed) and module.gate is not None:
+                for memory in memories(module.layer):
+                    memory.sign = copysign(1.0, module.gate.item())
         # Plain attributes: registered as submodules, they would be stored twice.
-        self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, ngram_ids=ngram_ids)
+        self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, token_ids=token_ids)
         named = inspect.signature(type(host).forward).parameters
         self.cache_name = next((name for name in CACHES if name in named), CACHES[0])
         ids_1T = torch.arange(min(8, self.embedding.num_embeddings), device=host.device)[None]
@@ -133,7 +130,7 @@ def open_attached(path: Path, base: str | Path | None, device: torch.device) -> 
     host = load_host(base, facts["base"]["dtype"])
     check_base(path, facts, host)
     host.to(device)
-    attached, _ = insert(host, facts["kind"], facts["arguments"], facts["layers"], facts["mode"])
+    attached, _ = insert(host, saved_spec(facts), facts["layers"], facts["mode"])
     read_weights(path, facts, attached)
     host.eval()
     model = Hosted(host)
@@ -142,26 +139,19 @@ def open_attached(path: Path, base: str | Path | None, device: torch.device) -> 
         expected = f"expected {' or '.join(TOKENIZERS)}"
         raise UserError(f"--base {base} has no tokenizer ({expected})", "save it there: tokenizer.save_pretrained(DIR)")
     config, tokenizer = text_config(host), Tokenizer.load(file)
-    memory, ngram = Memory(), NGram()
-    if facts["kind"] == NGRAM:
-        ngram = replace(ngram_spec(facts["arguments"]), layers=tuple(facts["layers"]))
-        merged = host_canonical_ids(config, model.embedding.num_embeddings, tokenizer)
-        assert attached.ngram_ids is not None
-        if ngram.canonical and not np.array_equal(attached.ngram_ids.canonical_V.cpu(), merged):
-            message = f"{path}: its canonical ids are not those that this Python's Unicode gives for {tokenizer.name}"
-            hint = "put the tokenizer that it was attached with into the model's folder, or use the same Python version"
-            raise UserError(message, hint)
-    elif facts["kind"] != DENSE:
-        layers = tuple(f"{layer}{'+' * (facts['mode'] == 'add')}" for layer in facts["layers"])
-        memory = Memory(kind=facts["kind"], layers=layers, **facts["arguments"])  # type: ignore[arg-type]
+    if (ids := attached.token_ids) is not None and not torch.equal(ids.ids_V.cpu(), host_ids(host, ids.ids, tokenizer)):
+        message = f"{path}: its {ids.ids} ids are not those that {tokenizer.name} and this Python's Unicode give"
+        hint = "put the tokenizer that it was attached with into the model's folder, or use the same Python version"
+        raise UserError(message, hint)
+    beside = "+" * (attached.place == "beside")
+    spec = replace(attached.spec, layers=tuple(f"{layer}{beside}" for layer in attached.layers))
     shape = Model(
         vocab_size=model.embedding.num_embeddings,
         dim=config.hidden_size,
         layers=len(model.blocks),
         heads=getattr(config, "num_attention_heads", 1),
         context=model.context,
-        memory=memory,
-        ngram=ngram,
+        memories={attached.name: spec} if memories(attached) else {},
     )
     recipe, begin = Recipe(name=path.resolve().name, model=shape), getattr(config, "bos_token_id", None)
     begin = begin if isinstance(begin, int) and 0 <= begin < vocabulary_of(host) else None

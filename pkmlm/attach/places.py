@@ -6,104 +6,100 @@ B: sequences; T: positions; D: model width.
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pkmlm.attach.hosts import block_owner, choose_blocks, find_blocks, find_ffn, override, text_config, vocabulary_of
-from pkmlm.attach.layers import NGRAM, Layer, check_layer, make_layers, ngram_spec
-from pkmlm.attach.ngrams import CALLS, ForwardWithIds, HostIds
+from pkmlm.attach.specs import MODES, Mode, check_layer, place_of
+from pkmlm.attach.tokens import ForwardWithIds, HostIds
 from pkmlm.device import check_device
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
-from pkmlm.memory.base import SparseMemory
+from pkmlm.memory.base import SparseMemory, memories
 from pkmlm.memory.init import Constant, InitSpec, initialise
-from pkmlm.memory.ngram.layer import NGramMemory
+from pkmlm.memory.spec import Place, Site, Spec, SpecError
 from pkmlm.memory.table import Pool
 
-Mode = Literal["add", "replace"]
 NAME = "pkmlm"  # of all that is attached, among the modules of its network
 
 
-class Place(nn.Module):
-    """What is attached to one block: a layer beside its FFN, behind a gate that starts at 0, or in the FFN's place.
+class Placed(nn.Module):
+    """What is attached to one block: a layer in the FFN's place, or one that is added, behind a gate that starts at 0.
 
-    It computes in fp32, whatever the network's dtype or autocast.
+    It computes in fp32, whatever the network's dtype or autocast. A memory whose rows start at 0 needs no gate.
 
     Args:
-        layer: maps (B, T, D) to (B, T, D).
-        gated: whether it has the gate.
+        layer: maps (B, T, D) to (B, T, D); with `ids`, it also takes a `Past`.
+        place: "beside" the FFN, in place of the "ffn", or "before" the block.
+        ids: finds the tokens before each token; None: the layer reads the stream alone.
     """
 
-    def __init__(self, layer: nn.Module, gated: bool):
+    ids: HostIds | None
+
+    def __init__(self, layer: nn.Module, place: Place, ids: HostIds | None):
         super().__init__()
-        self.layer = layer
+        self.layer, self.place = layer, place
+        gated = place != "ffn" and all(memory.values.std for memory in memories(layer))
         self.gate = nn.Parameter(torch.zeros(())) if gated else None
+        self.__dict__["ids"] = ids  # a plain attribute: as a submodule it would be stored twice
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {} if self.gate is None else {"gate": Constant(0.0)}
 
-    def forward(self, x_BTD: Tensor, *others: Any) -> Tensor:
-        """(B, T, D) to (B, T, D), in the input's dtype; `others` go to the layer."""
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D), in the input's dtype.
+
+        Raises:
+            UserError: the block runs apart from its model, as gradient checkpointing may rerun it, and the layer needs
+                the tokens.
+        """
+        others = () if self.ids is None else (self.ids.found(x_BTD.device),)
         with torch.autocast(x_BTD.device.type, enabled=False):
             out_BTD: Tensor = self.layer(x_BTD.float(), *others)
             if self.gate is not None:
                 out_BTD = self.gate * out_BTD
         return out_BTD.to(x_BTD.dtype)
 
+    def put_into(self, part: nn.Module) -> Callable[[], None]:
+        """Put this to an FFN or a block; return what takes it away again."""
+        self.to(next(part.parameters()).device)
+        if self.place == "before":
+            return part.register_forward_pre_hook(self.before, with_kwargs=True).remove
+        if self.place == "beside":
+            return part.register_forward_hook(self.beside).remove
+        return override(part, "forward", self.forward)
+
     def beside(self, ffn: nn.Module, inputs: tuple[Tensor], out_BTD: Tensor) -> Tensor:
         """The FFN's output plus this one's: a forward hook of the FFN."""
         return out_BTD + self(inputs[0])
 
-
-class NGramPlace(Place):
-    """An n-gram memory before a block.
-
-    Args:
-        layer: the memory. With fusion "add" it needs no gate: its rows start at zero.
-        ids: finds the tokens before each token.
-    """
-
-    ids: HostIds
-
-    def __init__(self, layer: NGramMemory, ids: HostIds):
-        super().__init__(layer, layer.gated)
-        self.__dict__["ids"] = ids  # a plain attribute: as a submodule it would be stored twice
-
     def before(
         self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Add this memory's output to the stream that a block reads: a forward pre-hook of the block.
-
-        Raises:
-            UserError: the block runs apart from its model, as gradient checkpointing may rerun it.
-        """
-        past = CALLS.get().get(self.ids)
-        if past is None:
-            message = "a block with an n-gram memory runs apart from its model (expected within the model's forward)"
-            raise UserError(message, "turn gradient checkpointing off: model.gradient_checkpointing_disable()")
+        """This one's output, added to the stream that a block reads: a forward pre-hook of the block."""
         x_BTD, *others = args or (options.pop("hidden_states"),)
-        device = next(self.parameters()).device  # the block's; x may still be on that of the block before
-        past = past._replace(ids_BTG=past.ids_BTG.to(device), places_BTj=past.places_BTj.to(device))
-        x_BTD = x_BTD.to(device)
-        return (x_BTD + self(x_BTD, past), *others), options
+        x_BTD = x_BTD.to(next(self.parameters()).device)  # the block's; x may be on that of the block before
+        return (x_BTD + self(x_BTD), *others), options
 
 
 class Attached(nn.Module):
     """The layers of one attachment. Their parameters stay in fp32 when the network is converted to another dtype.
 
     Args:
-        name: among what is attached to the network.
+        name: among what is attached to the network, and of the memory in reports.
         host: the network.
-        kind, arguments: of the layer at each place, as `settings_of` returns them.
+        spec: of the memory.
         layers: blocks, counted from 1.
-        mode: "add" beside the FFN (an n-gram memory: before the block), or "replace" the FFN.
+        place: of the memory in a block, as for `Placed`.
         freeze: whether the network must not train.
         made: the layer itself, if the user has made it; None: one is made for each place, without initial weights.
 
     Attributes:
-        ngram_ids: finds what n-gram memories need to know about the tokens; None: there are no n-gram memories.
+        mode: "add" or "replace".
+        token_ids: finds what the memory needs to know about the tokens; None: it reads the stream alone.
         replaced: the FFNs in whose place the layers are.
 
     Raises:
@@ -114,31 +110,42 @@ class Attached(nn.Module):
         self,
         name: str,
         host: nn.Module,
-        kind: str,
-        arguments: Mapping[str, Any],
+        spec: Spec,
         layers: Sequence[int],
-        mode: Mode,
+        place: Place,
         freeze: bool,
-        made: Layer | None,
+        made: SparseMemory | None,
     ):
         super().__init__()
-        self.name, self.kind, self.arguments, self.mode, self.freeze = name, kind, dict(arguments), mode, freeze
-        self.dim = text_config(host).hidden_size
+        self.name, self.spec, self.place, self.freeze = name, spec, place, freeze
+        self.mode, self.dim = MODES[place], text_config(host).hidden_size
         self.pool: Pool | None = None
-        self.ngram_ids: HostIds | None = None
-        chosen: dict[int, Any] = dict.fromkeys(layers, made)
-        if made is None:
-            chosen, self.pool = make_layers(kind, arguments, self.dim, layers)
-        else:
+        self.token_ids: HostIds | None = None
+        chosen: dict[int, nn.Module] = {}
+        if made is not None:
             check_layer(made, self.dim, layers)
-            made.tap.layer = layers[0]
-        if kind == NGRAM:
-            ids = self.ngram_ids = HostIds(vocabulary_of(host), ngram_spec(arguments), name)
-            places: Iterable[Place] = (NGramPlace(each, ids) for each in chosen.values())
+            made.tap.layer, made.tap.name, chosen = layers[0], name, {layers[0]: made}
         else:
-            places = (Place(each, mode == "add") for each in chosen.values())
-        self.places = nn.ModuleDict(dict(zip(map(str, chosen), places, strict=True)))
+            chosen = self.build(host, layers)
+        if spec.lookback is not None:
+            self.token_ids = HostIds(vocabulary_of(host), spec.lookback, name)
+        placed = {str(layer): Placed(each, self.place, self.token_ids) for layer, each in chosen.items()}
+        self.places = nn.ModuleDict(placed)
         self.replaced: list[nn.Module] = []  # a plain list: they are modules of the network
+
+    def build(self, host: nn.Module, layers: Sequence[int]) -> dict[int, nn.Module]:
+        """A layer for each of the blocks, and the pool that they share, if they do; without initial weights."""
+        share, built = (2 * len(find_blocks(host))) ** -0.5, {}
+        try:
+            self.spec.check(self.dim)
+            with torch.device("meta"):
+                self.pool = self.spec.new_pool(self.dim, tuple(layers))
+                for layer in layers:
+                    site = Site(self.dim, layer, self.name, vocabulary_of(host), share, momentum=0.0, pool=self.pool)
+                    built[layer] = self.spec.build(site, (self.place,))[self.place]
+        except SpecError as error:
+            raise UserError(f"memory: {error}") from None
+        return built
 
     @property
     def layers(self) -> list[int]:
@@ -148,20 +155,16 @@ class Attached(nn.Module):
     def flops_per_token(self) -> int:
         """Multiply-adds of a forward at all places: of linear maps, and with keys and rows of tables."""
         maps = sum(each.weight.numel() for each in self.modules() if isinstance(each, Linear))
-        return maps + sum(each.flops_per_token() for each in self.modules() if isinstance(each, SparseMemory))
+        return maps + sum(each.flops_per_token() for each in memories(self))
 
     def put_into(self, parts: Mapping[int, nn.Module]) -> Iterator[Callable[[], None]]:
-        """Put each layer to its FFN (an n-gram memory: its block); yield what takes it away again."""
-        for place, part in zip(self.places.values(), parts.values(), strict=True):
-            assert isinstance(place, Place)
-            place.to(next(part.parameters()).device)
-            if isinstance(place, NGramPlace):
-                yield part.register_forward_pre_hook(place.before, with_kwargs=True).remove
-            elif self.mode == "add":
-                yield part.register_forward_hook(place.beside).remove
-            else:
+        """Put each layer to its FFN or block; yield what takes it away again."""
+        for layer, part in parts.items():
+            placed = self.places[str(layer)]
+            assert isinstance(placed, Placed)
+            if self.place == "ffn":
                 self.replaced.append(part)
-                yield override(part, "forward", place.forward)
+            yield placed.put_into(part)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attached":
         def keep_dtype(tensor: Tensor) -> Tensor:
@@ -204,11 +207,11 @@ class Attachments(nn.ModuleDict):
             parameter.requires_grad_(False)
 
     def watch(self) -> None:
-        """While there are n-gram memories, let the network's calls tell them the ids; and warn of saving the network,
-        which loses what is attached."""
+        """While there are memories that need the tokens, let the network's calls tell them; and warn of saving the
+        network, which loses what is attached."""
         while self.undo:
             self.undo.pop()()
-        if ids := [one.ngram_ids for one in self.attached().values() if one.ngram_ids is not None]:
+        if ids := [one.token_ids for one in self.attached().values() if one.token_ids is not None]:
             # If a model reads more than text, only its base model is called with ids.
             reads_more = text_config(self.host) is not self.host.config
             network = self.host.base_model if reads_more else block_owner(self.host)
@@ -238,58 +241,57 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def insert(
     model: nn.Module,
-    kind: str,
-    arguments: Mapping[str, Any],
+    spec: Spec,
     layers: Iterable[int],
     mode: Mode,
     *,
     freeze: bool = True,
     seed: int | None = None,
-    made: Layer | None = None,
+    made: SparseMemory | None = None,
 ) -> tuple[Attached, Callable[[], None]]:
     """Attach a new layer to each of the given blocks of a network.
 
     Args:
         layers: blocks, counted from 1.
-        mode: "add" or "replace"; a replaced FFN stays in the network but is not called. An n-gram memory is added to
-            the stream before the block; its canonical ids are each token's own number until they are filled in.
+        mode: "add" or "replace"; a replaced FFN stays in the network but is not called.
         freeze: whether the network must not train.
         seed: the initial weights depend on it and on their names alone; None: they stay uninitialized, to be loaded.
         made: the layer, with its weights; None: new ones.
 
     Returns:
-        what was attached, and a function that removes it.
+        what was attached, where each token's id is its own number until it is filled in, and a function that removes
+        it.
 
     Raises:
-        UserError: a block does not exist, has no FFN, or is neither on the CPU nor on a CUDA device; sizes do not
-            match; an FFN is replaced already.
+        UserError: a block does not exist, has no FFN, or is neither on the CPU nor on a CUDA device; the memory cannot
+            be put there, or sizes do not match; an FFN is replaced already.
     """
-    if mode not in ("add", "replace"):
-        raise UserError(f"mode is {mode} (expected add or replace)")
-    if kind == NGRAM and mode == "replace":
-        raise UserError("mode is replace (expected add: an n-gram memory comes before a block and replaces no FFN)")
+    place = place_of(spec, mode)
     blocks, dim, chosen = find_blocks(model), text_config(model).hidden_size, choose_blocks(model, layers)
     others = attachments_of(model)
-    taken = {layer for each in others.values() if mode == each.mode == "replace" for layer in each.layers}
+    taken = {layer for each in others.values() if place == each.place == "ffn" for layer in each.layers}
     if both := taken.intersection(chosen):
         raise UserError(f"the FFN of block {min(both)} is replaced already", "call detach() on that first")
-    parts = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
+    parts = {
+        layer: blocks[layer - 1] if place == "before" else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen
+    }
     devices = dict.fromkeys(next(part.parameters()).device for part in parts.values())
     for device in devices:
         check_device(device)
-    if len(devices) > 1 and arguments.get("share_values"):
+    if len(devices) > 1 and spec.shares:
         where = " and ".join(map(str, devices))
         raise UserError(f"memory: share_values needs all blocks on one device: found {where}", "leave share_values out")
-    name = next(str(number) for number in range(1, len(others) + 2) if str(number) not in others)
-    attached = Attached(name, model, kind, arguments, chosen, mode, freeze, made)
+    names = (f"memory-{number}" if number > 1 else "memory" for number in count(1))
+    name = next(name for name in names if name not in others)
+    attached = Attached(name, model, spec, chosen, place, freeze, made)
     if made is None:
         attached.to_empty(device=next(iter(devices)))
         if seed is not None:
             initialise(attached, seed)
     attached.train(model.training)
-    if attached.ngram_ids is not None:
+    if attached.token_ids is not None:
         host: Any = model
-        attached.ngram_ids.to(host.get_input_embeddings().weight.device)
+        attached.token_ids.to(host.get_input_embeddings().weight.device)
     undo = [*attached.put_into(parts)]
     if not others:
         model.add_module(NAME, Attachments(model))

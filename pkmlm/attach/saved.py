@@ -13,10 +13,14 @@ from torch import nn
 from typing_extensions import TypedDict
 
 from pkmlm import __version__
-from pkmlm.attach.places import NAME, Attached, Mode, base_parameters
+from pkmlm.attach.dense import DenseSpec
+from pkmlm.attach.places import NAME, Attached, base_parameters
+from pkmlm.attach.specs import Mode, arguments_of, spec_of
 from pkmlm.errors import UserError
 from pkmlm.export.config import ATTACHED, is_attached
 from pkmlm.files import MANIFEST, check_files, entry_of, read_json, read_manifest, write_json, writing_folder
+from pkmlm.memory.registry import SPECS
+from pkmlm.memory.spec import Spec
 from pkmlm.runs.checkpoint import load_tensors, write_tensors
 
 VERSION = 1
@@ -84,8 +88,8 @@ def write_attached(path: Path, attached: Attached, model: nn.Module, step: int, 
         if name not in (ATTACHED, WEIGHTS, MANIFEST):
             raise UserError(f"{path} also holds {name}, which would be deleted", "choose another folder, or move it")
     facts: Facts = {
-        "kind": attached.kind,
-        "arguments": attached.arguments,
+        "kind": attached.spec.kind,
+        "arguments": arguments_of(attached.spec),
         "layers": attached.layers,
         "mode": attached.mode,
         "dim": attached.dim,
@@ -127,16 +131,21 @@ def check_base(path: Path, facts: Facts, model: nn.Module) -> None:
         )
 
 
+def saved_spec(facts: Facts) -> Spec:
+    """The spec of what a folder with these facts holds: a memory, or the control of one."""
+    return spec_of({**facts["arguments"], "kind": facts["kind"]}, {**SPECS, "dense": DenseSpec})
+
+
 def read_weights(path: Path, facts: Facts, attached: Attached) -> None:
     """Load the weights of a folder with these facts into what is attached to a network.
 
     Raises:
         UserError: what is attached is of another kind or shape.
     """
-    expected: dict[str, Any] = {**facts}
-    for key in ("kind", "arguments", "layers", "mode", "dim"):
-        if (found := getattr(attached, key)) != expected[key]:
-            raise UserError(
-                f"{path}: {key} is {expected[key]} (found {found} here)", "attach with the settings of the folder"
-            )
+    expected: dict[str, Any] = {**facts["arguments"], **facts}
+    found = {**arguments_of(attached.spec), "kind": attached.spec.kind}
+    for key, value in {**found, "layers": attached.layers, "mode": attached.mode, "dim": attached.dim}.items():
+        if value != expected.get(key):
+            message = f"{path}: {key} is {expected.get(key)} (found {value} here)"
+            raise UserError(message, "attach with the settings of the folder")
     load_tensors(path / WEIGHTS, attached.state_dict(), {})

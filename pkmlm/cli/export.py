@@ -18,12 +18,12 @@ from pkmlm.errors import UserError, printable
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="Precision of the weights; a memory's queries and keys stay in fp32.",
+    help="Precision of the weights; of a memory, only tables: its queries, keys and maps stay in fp32.",
 )
 @click.option(
     "--table-bits",
     type=click.Choice(["8", "4"]),
-    help="Bits per entry of the tables of memories or a MemoryFormer, with one scale per row. Default: as --dtype.",
+    help="Bits per entry of the tables of memories, with one scale per row. Default: as --dtype.",
 )
 @force_option
 def command(run_path: str, output: str, step: str, dtype: str, table_bits: str | None, force: bool) -> None:

@@ -49,7 +49,7 @@ def command(
     out: Output,
     quiet: bool,
 ) -> None:
-    """Measure what RUN's memory is worth: the text's perplexity after the memory's output is replaced.
+    """Measure what RUN's memories are worth: the text's perplexity after a memory's output is replaced.
 
     Nothing is trained. The output is replaced by zero; by that of redrawn values; by that of random slots; by its mean
     for the token (over the train split); by its mean for the token and the one before it; and by the output at another
@@ -58,7 +58,8 @@ def command(
     If the token's mean keeps all of the gain, the memory is only a second embedding.
 
     The rest of the model was trained with the memory, so zero overstates its worth; --dense shows what a model without
-    it learns. Hash layers of one name are probed in all blocks together. Results are printed, not stored.
+    it learns. A memory is probed in each of its layers (hash tables: each part, in all of its layers); if there are
+    several memories, each is also probed as a whole; and in the end all together. Results are printed, not stored.
 
     \b
     Examples:

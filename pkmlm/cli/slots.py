@@ -18,8 +18,9 @@ DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of 
 @click.command()
 @click.argument("run_path", type=PATH, metavar="RUN")
 @prompt_argument
-@click.option("--layer", metavar="L", help="Which memory: 3, or 3:ffn1 where a layer has several. Default: the last.")
-@click.option("--slot", metavar="N", help="One slot: its number, I:J (sub-keys) or TABLE:BUCKET.")
+@click.option("--memory", metavar="NAME", help="Which memory, by the recipe's name. Default: the last of the model.")
+@click.option("--layer", metavar="L", help="In which layer: 3, or 3:ffn1 where hash tables have several parts.")
+@click.option("--slot", metavar="N", help="One slot: its number, I:J (sub-keys) or TABLE:ROW.")
 @text_options
 @click.option(
     "--top",
@@ -35,6 +36,7 @@ DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of 
 def command(
     run_path: str,
     prompt: str | None,
+    memory: str | None,
     layer: str | None,
     slot: str | None,
     choice: "TextChoice",
@@ -44,7 +46,7 @@ def command(
     out: Output,
     quiet: bool,
 ) -> None:
-    """Show what the slots of RUN's memory hold, and which tokens read them.
+    """Show what the slots of a memory of RUN hold, and which tokens read them.
 
     For a split or a text: the slots with most mass, what their values say, and what the contexts that read
     them have in common. With --slot: one slot in full. With PROMPT: the strongest slots of each of its tokens.
@@ -68,6 +70,7 @@ def command(
       pkmlm slots runs/demo --slot 17:4
       pkmlm slots runs/demo "It was a dark night"
       pkmlm slots runs/hash --layer 2:ffn2 --slot 3:40
+      pkmlm slots runs/mixture --memory ngrams --layer 1
       pkmlm slots attached --base gpt2 --text my.txt
       pkmlm slots runs/demo --text my.txt --top 200 --json
     """
@@ -79,15 +82,15 @@ def command(
         raise UserError("PROMPT excludes --slot, --split, --text and --data", "leave one of them out")
     choice.refuse_standard_input("a text is read twice")
     run = load_run(run_path, step, base=base)
-    memory = find_memory(run.model, layer)
+    found = find_memory(run.model, ":".join(filter(None, (layer, memory))) or None)
     warnings: tuple[str, ...] = ()
     if prompt is not None:
-        record = report_prompt(run, memory, prompt, top or DEFAULT_TOP["token"])
+        record = report_prompt(run, found, prompt, top or DEFAULT_TOP["token"])
         parts: list[Table | str] = [prompt_table(record)]
     else:
         shown = top or DEFAULT_TOP["slots" if slot is None else "contexts"]
-        record, warnings = report_slots(run, memory, choice, slot, shown, quiet)
-        later_blocks = len(run.model.blocks) - memory.tap.layer
+        record, warnings = report_slots(run, found, choice, slot, shown, quiet)
+        later_blocks = len(run.model.blocks) - found.tap.layer
         parts = [most_read_table(record)] if slot is None else [*slot_tables(record, later_blocks)]
         if "collisions" in record:
             parts.append(collision_table(record))

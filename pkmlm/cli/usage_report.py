@@ -81,7 +81,7 @@ def command(
     force: bool,
     quiet: bool,
 ) -> None:
-    """Show how the slots of each RUN's memories and hash tables are used on a text.
+    """Show how the slots of each RUN's memories are used on a text.
 
     Usage is the share of slots read at all; KL is the distance from uniform reading, in nats; both are shown with the
     values for the same reads at random slots. Mass sums the weights of reads, count counts them. Results are kept in

@@ -5,7 +5,6 @@ from typing import Any
 
 from pkmlm.errors import printable
 from pkmlm.export.config import Origin
-from pkmlm.recipe.constraints import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import perplexities
@@ -36,7 +35,7 @@ def card_of(
     facts = [
         f"- {parameters:,} parameters in {dtype}{tables}; {model.layers} layers of width {model.dim}, "
         f"{model.heads} attention heads, a context of {model.context:,} tokens",
-        f"- {described(model)}",
+        *described(model),
         f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps){start}",
         *(
             f"- {scored}: perplexity {found['token_ppl']:,.2f} per token, {found['bits_per_byte']:.4f} bits per byte"
@@ -68,23 +67,16 @@ unchanged. It puts the end-of-document token before a text, as in training; `add
 """
 
 
-def described(model: Model) -> str:
-    """The kind of model, in words."""
-    if model.projections == "hash":
-        kind = f"MemoryFormer: hash tables of {model.hash.bits} bits for q, k, v and the FFN"
-    else:
-        kind = "dense projections"
-    if model.ngram.layers:
-        ngram = model.ngram
-        where = f"layer{'s' * (len(ngram.layers) > 1)} {', '.join(map(str, ngram.layers))}"
-        kind += f"; n-gram memory of {ngram.tables} tables of {ngram.rows:,} rows in {where}"
-    layers = list(memory_layers(model))
-    if not layers:
-        return kind
-    memory, where = model.memory, f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
-    size = f"{memory.num_keys**2:,} {'shared ' if memory.share_values and len(layers) > 1 else ''}slots"
-    gate = ", behind a gate" if memory.gate != "none" else ""
-    return f"{kind}; {memory.kind} memory of {size} in {where}, {memory.heads} heads x {memory.topk} reads{gate}"
+def described(model: Model) -> list[str]:
+    """A line about each memory."""
+    lines = []
+    for name, memory in model.memories.items():
+        layers = [*memory.layer_places(model.layers)]
+        where = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+        if len(layers) == model.layers > 1:
+            where = "all layers"
+        lines.append(f"- {memory.title.lower()} ({name}) in {where}: {memory.describe()}")
+    return lines or ["- no memory"]
 
 
 def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:

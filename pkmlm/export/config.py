@@ -1,7 +1,7 @@
 """config.json of an exported model: from a recipe to a `transformers` configuration, and back."""
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,8 +9,8 @@ from typing_extensions import NotRequired, TypedDict
 
 from pkmlm.errors import UserError
 from pkmlm.files import check_json, read_json
-from pkmlm.recipe.constraints import check_recipe, memory_layers
-from pkmlm.recipe.load import bind
+from pkmlm.recipe.constraints import check_recipe
+from pkmlm.recipe.load import bind, merge
 from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Model, Recipe
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 ATTACHED = "attached.json"  # in the folder of what is attached to a `transformers` model
-TOKENIZER_CODE = "tokenization_pkmlm.py"
-CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "ngram_pkmlm.py", TOKENIZER_CODE)
+CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py")  # and the files of pkmlm that they import
 MODEL_TYPE = "pkmlm"
 TABLE_BITS = (8, 4)
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -55,19 +54,27 @@ def is_export(path: Path) -> bool:
 
 
 def config_of(
-    recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin, dtype: str, table_bits: int | None
+    recipe: Recipe,
+    rows: int,
+    tokenizer: "Tokenizer",
+    origin: Origin,
+    dtype: str,
+    table_bits: int | None,
+    ids_sha256: dict[str, str],
 ) -> dict[str, Any]:
-    """The content of config.json: the recipe's `model` key by key, the rest of the recipe under `trained`.
+    """The content of config.json: the recipe's `model` key by key, the rest of the recipe under `trained`, with what
+    `model` says about training.
 
     Args:
         rows: of the embedding.
         dtype: of the weights, a key of `DTYPE_NAMES`.
         table_bits: of an entry of a table, one of `TABLE_BITS`; None: tables are in `dtype`.
+        ids_sha256: of the maps of token ids that memories read by, by their kinds.
     """
-    layers = [f"{layer}+" if beside else str(layer) for layer, beside in memory_layers(recipe.model).items()]
-    model = replace(recipe.model, vocab_size=rows, memory=replace(recipe.model.memory, layers=tuple(layers)))
-    shape = {key: value for key, value in asdict(model).items() if key != "attention_options"}  # softmax has none
-    rest = {key: value for key, value in asdict(recipe).items() if key != "model"}
+    whole = asdict(recipe)
+    shape = whole["model"] | {"vocab_size": rows}
+    del shape["attention_options"]  # softmax has none
+    learning = {name: {"optim": memory.pop("optim")} for name, memory in shape["memories"].items()}
     return {
         "architectures": ["PkmlmForCausalLM"],
         "auto_map": {
@@ -78,9 +85,10 @@ def config_of(
         "model_type": MODEL_TYPE,
         "dtype": DTYPE_NAMES[dtype],
         "table_bits": table_bits,
+        "ids_sha256": ids_sha256,
         **special_ids(tokenizer),
         **shape,
-        "trained": {**origin._asdict(), "recipe": rest},
+        "trained": {**origin._asdict(), "recipe": whole | {"model": {"memories": learning}}},
     }
 
 
@@ -117,12 +125,12 @@ def read_config(path: Path) -> tuple[Recipe, Origin, int | None]:
     table_bits = config.get("table_bits")
     if table_bits not in (None, *TABLE_BITS):
         raise UserError(f"{path}: table_bits: found {table_bits!r} (expected null, 8 or 4)", exit_code=1)
-    rest = trained.get("recipe") or {}
     origin = Origin(trained.get("run") or path.parent.name, trained.get("step") or 0, trained.get("tokens") or 0)
-    model = {field.name: config[field.name] for field in fields(Model) if field.name in config}
+    shape = {field.name: config[field.name] for field in fields(Model) if field.name in config}
     places: dict[str, str] = {}
     try:
-        recipe: Recipe = bind(node_of(rest | {"model": model}, str(path)), Recipe, "", places)
+        tree = merge(node_of(trained.get("recipe") or {}, str(path)), node_of({"model": shape}, str(path)))
+        recipe: Recipe = bind(tree, Recipe, "", places)
         return check_recipe(recipe, places), origin, table_bits
     except UserError as error:
         raise UserError(error.message, error.hint, exit_code=1) from None

@@ -16,16 +16,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from pkmlm.data.canonical import canonical_sha256
+from pkmlm.data.canonical import ids_sha256
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.device import DTYPES, is_finite
 from pkmlm.errors import UserError
+from pkmlm.export.bundle import MODEL, TOKENIZER, bundle
 from pkmlm.export.config import (
-    CODE,
     CONFIG,
     MODEL_TYPE,
-    TOKENIZER_CODE,
     Origin,
     config_of,
     read_config,
@@ -44,7 +43,7 @@ from pkmlm.files import (
     writing_folder,
 )
 from pkmlm.kernels.reference import quantize
-from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.model.transformer import Transformer, build_model, kept_in_fp32
 from pkmlm.recipe.constraints import require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import check_tensors, open_safetensors, write_tensors
@@ -54,8 +53,6 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHERS = {INDEX, "generation_config.json", TOKENIZER_CONFIG, "README.md"}
-# Queries and keys decide which slots are read: training, too, searches in fp32, whatever the precision.
-KEPT = re.compile(r"\.memory\.(query\.|key_norm\.|subkeys_H2nf$|keys_HKq$)")
 TABLE = "weight_KD"  # the last part of the name of a table
 BLOCK = 1 << 16  # rows quantized at a time
 HINT = "it is damaged or was changed: export the run again"
@@ -76,7 +73,7 @@ def check_free(path: Path, force: bool) -> None:
     entries = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     if entries and not force:
         raise UserError(f"-o {path} is not empty", "choose another folder, or add --force to replace an export")
-    known = {*CODE, CONFIG, *TOKENIZERS, MANIFEST, *OTHERS}
+    known = {*bundle(*MODEL, TOKENIZER), CONFIG, *TOKENIZERS, MANIFEST, *OTHERS, *listed(path)}
     foreign = [name for name in entries if name not in known and not SHARD.fullmatch(name)]
     if foreign:
         raise UserError(f"-o {path} holds {foreign[0]}, which no export wrote", "choose another folder")
@@ -87,6 +84,14 @@ def check_free(path: Path, force: bool) -> None:
     if entries and found != MODEL_TYPE:
         expected = f"expected {CONFIG} with model_type {MODEL_TYPE!r}"
         raise UserError(f"-o {path} is not an export that --force could replace ({expected})", "choose another folder")
+
+
+def listed(path: Path) -> list[str]:
+    """What the manifest of an export lists, if there is one: another release of pkmlm may have other files of code."""
+    try:
+        return [*read_json(path / MANIFEST, "the manifest")["files"]]
+    except (UserError, TypeError, KeyError):
+        return []
 
 
 def write_export(
@@ -106,7 +111,7 @@ def write_export(
     Args:
         path: the folder; see `check_free` for what it may hold.
         card: the text of README.md.
-        dtype: of the weights: "fp32", "bf16" or "fp16"; a memory's queries and keys stay in fp32.
+        dtype: of the weights: "fp32", "bf16" or "fp16"; what memories have besides tables stays in fp32.
         table_bits: of an entry of a table, 8 or 4; None: tables are in `dtype`.
 
     Raises:
@@ -119,10 +124,8 @@ def write_export(
     with writing_folder(path, replace=force) as folder:
         write_weights(folder / WHOLE, model, dtype, table_bits)
         size = (folder / WHOLE).stat().st_size
-        config = config_of(recipe, rows, tokenizer, origin, dtype, table_bits)
-        if model.ngram_ids is not None:
-            config["canonical_sha256"] = canonical_sha256(model.ngram_ids.canonical_V.cpu())
-        write_json(folder / CONFIG, config)
+        hashes = ids_hashes(model)
+        write_json(folder / CONFIG, config_of(recipe, rows, tokenizer, origin, dtype, table_bits, hashes))
         spare = list(range(tokenizer.size, rows))  # rows of the embedding without a piece
         generation = special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
         write_json(folder / "generation_config.json", generation)
@@ -130,14 +133,19 @@ def write_export(
         write_json(folder / TOKENIZER_CONFIG, settings)
         with writing(folder / tokenizer.file) as file:
             file.write(tokenizer.model_bytes)
-        code = [name for name in CODE if name != TOKENIZER_CODE or "auto_map" in settings]
-        for name in code:
-            write_text(folder / name, Path(__file__).with_name(name).read_text(encoding="utf-8"))
+        code = bundle(*MODEL, *([TOKENIZER] if "auto_map" in settings else []))
+        for name, text in code.items():
+            write_text(folder / name, text)
         write_text(folder / "README.md", card)
         hashed = [WHOLE, CONFIG, tokenizer.file, TOKENIZER_CONFIG, *code]
         entries = {name: entry_of(folder / name) for name in hashed}
         write_json(folder / MANIFEST, {"version": VERSION, "files": entries})
     return size
+
+
+def ids_hashes(model: Transformer) -> dict[str, str]:
+    """The sha256 of each map of token ids."""
+    return {name: ids_sha256(ids.get_buffer("ids_V").cpu()) for name, ids in model.token_ids.items()}
 
 
 def exported_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -155,14 +163,15 @@ def write_weights(file: Path, model: nn.Module, dtype: str, table_bits: int | No
         UserError: (exit code 1) a weight does not fit the dtype.
     """
     tensors: dict[str, Tensor] = {}
+    whole = {f"model.{name}" for name in kept_in_fp32(model)}
     for name, tensor in exported_tensors(model).items():
         if table_bits is not None and name.endswith(TABLE):
             parts = [quantize(block, table_bits) for block in tensor.split(BLOCK)]
             tensors[name.replace(TABLE, "codes_KC")] = torch.cat([part.codes_KC for part in parts])
             tensors[name.replace(TABLE, "scale_K")] = torch.cat([part.scale_K for part in parts])
         else:
-            kept = "fp32" if KEPT.search(name) else dtype
-            tensors[name] = (tensor.to(DTYPES[kept]) if tensor.is_floating_point() else tensor).contiguous()
+            kept = DTYPES["fp32" if name in whole else dtype]
+            tensors[name] = (tensor.to(kept) if tensor.is_floating_point() else tensor).contiguous()
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise UserError(f"{name} does not fit {dtype}", "use --dtype fp32 or bf16", exit_code=1)
@@ -208,10 +217,8 @@ def read_export(path: Path, device: torch.device) -> Export:
         with torch.no_grad():
             for name, tensor in exported_tensors(model).items():
                 tensor.copy_(weights[name][...])
-    if model.ngram_ids is not None:
-        expected = read_json(path / CONFIG, "the model's configuration").get("canonical_sha256")
-        if canonical_sha256(model.ngram_ids.canonical_V.cpu()) != expected:
-            raise UserError(f"{path}: its canonical ids do not match {CONFIG} (canonical_sha256)", HINT, exit_code=1)
+    if ids_hashes(model) != read_json(path / CONFIG, "the model's configuration").get("ids_sha256"):
+        raise UserError(f"{path}: its ids of tokens do not match {CONFIG} (ids_sha256)", HINT, exit_code=1)
     return Export(recipe, origin, model.eval(), tokenizer)
 
 

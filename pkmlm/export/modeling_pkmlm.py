@@ -1,137 +1,138 @@
-"""A pkmlm model for `transformers`. Part of an exported model: it stands alone, and does nothing but compute.
+"""A pkmlm model for `transformers`. It computes with pkmlm's own files, which an export holds beside this one.
 
 B: sequences; T: new positions; S: all positions so far; D: model width; V: vocabulary; h: heads; e: width of a head.
 """
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, relu, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .configuration_pkmlm import PkmlmConfig
-from .memory_pkmlm import HashLayer, KeyMemory, KeyNorm, MemoryBlock, Pool, QueryBatchNorm
-from .ngram_pkmlm import NGramIds, NGramMemory
+from pkmlm.export.configuration_pkmlm import PkmlmConfig
+from pkmlm.kernels.matmul import Linear
+from pkmlm.memory.init import Constant, Normal, fill, init_spec_of, linear_std
+from pkmlm.memory.registry import SPECS
+from pkmlm.memory.spec import Spec
+from pkmlm.memory.table import tables_of
+from pkmlm.model.attention import AttentionLayout, KVCache
+from pkmlm.model.transformer import Network, build_parts, kept_in_fp32
+from pkmlm.recipe.shape import Shape
 
-ROTARY_BASE = 10_000.0
 # What this release of transformers calls the cache: `cache` since 5.24.
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 
 
-def rotation(positions_BT: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (B, 1, T, width / 2) of rotary positions, in fp32."""
-    frequency = ROTARY_BASE ** (-torch.arange(0, width, 2, device=positions_BT.device, dtype=torch.float32) / width)
-    angle_B1Tw = positions_BT[:, None, :, None] * frequency
-    return angle_B1Tw.cos(), angle_B1Tw.sin()
+class Section(Shape):
+    """The recipe's section `model`, from a configuration.
 
-
-def rotate(x_BhTe: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first entries of each head by position (halves paired); keep the rest."""
-    cos, sin = (part.to(x_BhTe.dtype) for part in cos_sin)
-    width = cos.shape[-1]
-    a, b, rest = x_BhTe[..., :width], x_BhTe[..., width : 2 * width], x_BhTe[..., 2 * width :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-
-
-def visible(new: int, past: int, total: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """Which of `total` keys each of `new` queries sees, (B or 1, 1, T, S); None if plain causality suffices.
-
-    Args:
-        past: positions before the queries. A cache of fixed size has more keys than positions.
-        mask: (B, S), false for padding; or whatever `scaled_dot_product_attention` takes, (B, 1, T, S), used as it is.
+    The network has no head of its own: `PkmlmForCausalLM` has it.
     """
-    if mask is not None and mask.ndim == 4:
-        return mask[..., :total]
-    if mask is None and past + new == total and (past == 0 or new == 1):
-        return None
-    key_S, query_T1 = torch.arange(total, device=device), torch.arange(past, past + new, device=device)[:, None]
-    seen_BTS = (key_S <= query_T1)[None]
-    if mask is not None:
-        seen_BTS = seen_BTS.repeat(len(mask), 1, 1)
-        seen_BTS[..., : mask.shape[1]] &= mask[:, None, :total].bool()
-        seen_BTS |= key_S == query_T1  # padding sees itself: a row that sees nothing would be NaN
-    return seen_BTS[:, None]
-
-
-class Attention(nn.Module):
-    """Multi-head causal attention. With hashed projections, a hash layer gives q, k and v; there is no output map."""
-
-    def __init__(self, config: PkmlmConfig, index: int):
-        super().__init__()
-        self.heads, self.dropout, self.index = config.heads, config.dropout, index
-        if config.projections == "hash":
-            self.qkv: nn.Module = HashLayer(config, config.dim, 3 * config.dim, config.hash["bits"])
-            self.out = None
-        else:
-            self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.bias)
-            self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
-
-    def forward(self, x_BTD: Tensor, cos_sin: Any, cache: Any, past: int, mask: Tensor | None) -> Tensor:
-        batch, new, dim = x_BTD.shape
-        q_BhTe, k_BhTe, v_BhTe = self.qkv(x_BTD).view(batch, new, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        if cos_sin is not None:
-            q_BhTe, k_BhTe = rotate(q_BhTe, cos_sin), rotate(k_BhTe, cos_sin)
-        if cache is not None:
-            # In early releases of transformers 5, a cache of fixed size needs the places.
-            place = {"cache_position": torch.arange(past, past + new, device=x_BTD.device)}
-            k_BhTe, v_BhTe = cache.update(k_BhTe, v_BhTe, self.index, place)
-        seen = visible(new, past, k_BhTe.shape[2], mask, x_BTD.device)
-        mixed_BhTe = scaled_dot_product_attention(
-            q_BhTe,
-            k_BhTe,
-            v_BhTe,
-            attn_mask=seen,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=seen is None and new > 1,
-        )
-        y_BTD = mixed_BhTe.transpose(1, 2).reshape(batch, new, dim)
-        return y_BTD if self.out is None else self.out(y_BTD)
-
-
-class FFN(nn.Module):
-    """Two linear maps with an activation between."""
 
     def __init__(self, config: PkmlmConfig):
-        super().__init__()
-        inner = config.ffn_dim or 4 * config.dim
-        self.up = nn.Linear(config.dim, inner, bias=config.bias)
-        self.down = nn.Linear(inner, config.dim, bias=config.bias)
-        self.activation = gelu if config.activation == "gelu" else relu
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x_BTD)))
+        self.__dict__.update(vars(config))
+        self.tie_embeddings = True
+        self.memories = {name: spec_of(keys) for name, keys in config.memories.items()}
 
 
-class Block(nn.Module):
-    """Attention, then an FFN (or its hash tables), a memory, or both side by side; perhaps an n-gram memory first."""
+def spec_of(keys: Mapping[str, Any]) -> Spec:
+    """A memory, from its keys as JSON has them."""
+    kind: Any = SPECS[keys["kind"]]
+    spec: Spec = kind(**{key: tuple(each) if isinstance(each, list) else each for key, each in keys.items()})
+    return spec
 
-    def __init__(self, config: PkmlmConfig, index: int, pool: Pool | None):
-        super().__init__()
-        self.parallel = config.residual == "parallel"
-        self.attention_norm = nn.LayerNorm(config.dim)
-        self.attention = Attention(config, index)
-        self.norm = nn.LayerNorm(config.dim)
-        self.parts = nn.ModuleDict()
-        here = [text for text in config.memory["layers"] if text.rstrip("+") == str(index + 1)]
-        if not here or here[0].endswith("+"):
-            self.parts["ffn"] = MemoryBlock(config) if config.projections == "hash" else FFN(config)
-        if here:
-            self.parts["memory"] = KeyMemory(config, pool)
-        layers = config.ngram["layers"]
-        self.ngram = NGramMemory(config, 1 + layers.index(index + 1)) if index + 1 in layers else None
-        self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, ngrams: Any, *how: Any) -> Tensor:
-        if self.ngram is not None:
-            x_BTD = x_BTD + self.dropout(self.ngram(x_BTD, ngrams))
-        z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), *how))
-        h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
-        for part in self.parts.values():
-            z_BTD = z_BTD + self.dropout(part(h_BTD))
-        return z_BTD
+class SharedCache(KVCache):
+    """Our cache, kept in one of `transformers`, so that whatever is done to that (reordering, cropping, copying) is
+    done to all of it. What is not keys and values is in layers after those of attention.
+
+    Args:
+        cache: a `Cache`.
+        blocks: the number of attention layers.
+        room: positions that it can hold.
+    """
+
+    def __init__(self, cache: Any, blocks: int, room: int):
+        super().__init__(room, int(cache.get_seq_length()))
+        self.cache, self.blocks = cache, blocks
+        self.names: list[str] = []
+
+    def extend(self, block: int, k_BhTe: Tensor, v_BhTe: Tensor) -> tuple[Tensor, Tensor]:
+        """As in the base class; a cache of fixed size is cut to the positions so far."""
+        total = self.length + k_BhTe.shape[2]
+        # In early releases of transformers 5, a cache of fixed size needs the places.
+        place = {"cache_position": torch.arange(self.length, total, device=k_BhTe.device)}
+        k_BhSe, v_BhSe = self.cache.update(k_BhTe, v_BhTe, block, place)
+        return k_BhSe[:, :, :total], v_BhSe[:, :, :total]
+
+    def append(self, name: str, x: Tensor, dim: int = 1) -> Tensor:
+        """As in the base class, along dimension 1; every forward appends the same names in the same order."""
+        place = self.blocks + len(self.names)
+        self.names.append(name)
+        while len(self.cache.layers) <= place:
+            self.cache.layers.append(DynamicLayer())
+        x_B1TX = x.reshape(len(x), 1, x.shape[1], -1)
+        x_BSX = self.cache.layers[place].update(x_B1TX, x_B1TX[..., :1])[0][:, 0]
+        return x_BSX.reshape(*x_BSX.shape[:2], *x.shape[2:])
+
+
+def positions(mask: Tensor | None, in_order_1T: Tensor) -> Tensor:
+    """The positions of the new tokens (B or 1, T), counted from the first that is not padding."""
+    if mask is None or mask.ndim == 4:
+        return in_order_1T
+    return (mask.long().cumsum(1) - 1).clamp(min=0)[:, in_order_1T[0]]
+
+
+def documents(positions_BT: Tensor | None) -> Tensor | None:
+    """The number of each token's document: one begins wherever positions do not go on by one. None: there is only one
+    in each row.
+    """
+    if positions_BT is None:
+        return None
+    document_BT = (positions_BT.diff(prepend=positions_BT[:, :1] - 1) != 1).cumsum(1)
+    return document_BT if bool(document_BT[:, -1].any()) else None
+
+
+def seen_by(mask: Tensor | None, document_BT: Tensor | None, in_order_1T: Tensor) -> Tensor:
+    """What each new token sees of all positions so far: (B or 1, T, S), as attention takes it.
+
+    Args:
+        mask: (B, S), false for padding; or (B, 1, T, S), which is used as it is; None: there is no padding.
+        document_BT: the number of each token's document, where nothing is past; None: all are of one.
+        in_order_1T: the places of the new tokens.
+
+    Raises:
+        ValueError: a mask for each head.
+    """
+    query_T1 = in_order_1T.T
+    key_S = torch.arange(int(query_T1[-1]) + 1, device=query_T1.device)
+    if mask is not None and mask.ndim == 4:
+        if mask.shape[1] > 1:
+            raise ValueError(f"attention_mask has {mask.shape[1]} heads (expected one mask for all)")
+        return mask[:, 0, :, : len(key_S)]
+    seen_BTS = (key_S <= query_T1)[None]
+    if document_BT is not None:
+        seen_BTS = seen_BTS & (document_BT[:, :, None] == document_BT[:, None, :])
+    if mask is not None:
+        seen_BTS = seen_BTS.repeat(len(mask), 1, 1)
+        seen_BTS[..., : mask.shape[1]] &= mask[:, None, : len(key_S)].bool()
+        seen_BTS |= key_S == query_T1  # padding sees itself: a row that sees nothing would be NaN
+    return seen_BTS
+
+
+def seen_by_the_next(mask_BTS: Tensor) -> Tensor:
+    """Which positions so far the one after each sees: (B, S), bool; from what the new tokens see."""
+    seen_BTS = mask_BTS if mask_BTS.dtype == torch.bool else mask_BTS == 0
+    before = seen_BTS.shape[2] - seen_BTS.shape[1] - 1  # the place before the first new token
+    of_new_BT = seen_BTS.diagonal(before, 1, 2)
+    of_old_BS = seen_BTS[:, 0, : max(0, before)]  # what the first new token sees is real
+    return pad(torch.cat([of_old_BS, of_new_BT], 1), (0, 1), value=True)
 
 
 class PkmlmPreTrainedModel(PreTrainedModel):
@@ -144,62 +145,60 @@ class PkmlmPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the library has it)
     _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
-    def __init__(self, config: PkmlmConfig):
-        super().__init__(config)
-        kept = ["scale_K"] if config.table_bits else []
-        if config.memory["kind"] != "none":  # rounded queries and keys would find other slots
-            kept += ["query", "key_norm", "keys_HKq" if config.memory["kind"] == "flat-key" else "subkeys_H2nf"]
-        self._keep_in_fp32_modules_strict = kept
-
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As in the library; the canonical ids of n-gram memories are resized, too."""
+        """As in the library; the ids that memories read by are resized, too: a new token's is its own number."""
         embedding = super().resize_token_embeddings(*args, **kwargs)
-        if self.base_model.ngram_ids is not None:
-            self.config.canonical_sha256 = self.base_model.ngram_ids.resize(embedding.num_embeddings)
+        for name, ids in self.base_model.token_ids.items():
+            kept_V = ids.ids_V[: embedding.num_embeddings]
+            ids.ids_V = torch.cat([kept_V, torch.arange(len(kept_V), embedding.num_embeddings, device=kept_V.device)])
+            digest = hashlib.sha256(ids.ids_V.cpu().numpy().astype("<i8").tobytes()).hexdigest()
+            self.config.ids_sha256 = {**self.config.ids_sha256, name: digest}
         return embedding
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a new model; to train one from scratch, use pkmlm itself."""
-        for name, parameter in module.named_parameters(recurse=False):
-            if name == "bias":
-                nn.init.zeros_(parameter)
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm | QueryBatchNorm):
-                nn.init.ones_(parameter)
-            elif isinstance(module, KeyNorm):
-                nn.init.constant_(parameter, len(parameter) ** -0.4)
-            elif isinstance(module, KeyMemory):
-                nn.init.uniform_(parameter, -(parameter.shape[-1] ** -0.5), parameter.shape[-1] ** -0.5)
-            else:
-                nn.init.normal_(parameter, std=0.02)
-        if isinstance(module, NGramMemory):
-            module.multipliers_HG.random_(2**31).mul_(2).add_(1)
-            heads = self.config.ngram["heads"]
-            for place, order in enumerate(self.config.ngram["orders"]):
-                module.multipliers_HG[place * heads : (place + 1) * heads, order:] = 0
-        if isinstance(module, NGramIds):
-            module.canonical_V.copy_(torch.arange(len(module.canonical_V)))
-        if isinstance(module, QueryBatchNorm):
-            nn.init.zeros_(module.running_mean)
-            nn.init.ones_(module.running_var)
+        stated = init_spec_of(module)
+        random = torch.Generator().manual_seed(int(torch.randint(2**63 - 1, (), device="cpu")))
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if name not in stated:  # of a layer that transformers has made, or of a table in few bits
+                stated[name] = Normal(linear_std(*tensor.shape)) if name == "weight" else Constant(0)
+            if not getattr(tensor, "_is_hf_initialized", False):  # read from a file
+                fill(tensor, stated[name], random)
 
 
-class PkmlmModel(PkmlmPreTrainedModel):
+class PkmlmModel(PkmlmPreTrainedModel, Network):
     """Tokens to hidden states."""
 
     def __init__(self, config: PkmlmConfig):
         super().__init__(config)
         if config.attention != "softmax":
             raise ValueError(f"attention {config.attention!r} is not known here (expected 'softmax')")
-        self.rotary_width = round(config.rotary_fraction * (config.dim // config.heads))
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.positions = nn.Embedding(config.context, config.dim) if config.positions == "learned" else None
-        self.dropout = nn.Dropout(config.dropout)
-        shared = config.memory["share_values"] and len(config.memory["layers"]) > 1
-        self.pool = Pool(config) if shared else None
-        self.blocks = nn.ModuleList([Block(config, index, self.pool) for index in range(config.layers)])
-        self.ngram_ids = NGramIds(config) if config.ngram["layers"] else None
-        self.norm = nn.LayerNorm(config.dim)
-        self.post_init()
+        if config.table_bits not in (None, 8, 4):
+            raise ValueError(f"table_bits {config.table_bits!r} is not known here (expected None, 8 or 4)")
+        section: Any = Section(config)
+        self.assemble(section, config.vocab_size, *build_parts(section, config.vocab_size))
+        for table in tables_of(self).values():
+            if config.table_bits is not None:
+                table.hold_bits(config.table_bits)
+            table.register_forward_hook(on_the_device_of_the_weights)
+        for path, module in self.blocks.named_modules():
+            name = path.rpartition(".")[2]
+            if name.startswith("memory_") or (name == "qkv" and tables_of(module)):
+                module.register_forward_pre_hook(in_fp32)
+                module.register_forward_hook(self.in_the_dtype_of_the_stream)
+        self._keep_in_fp32_modules_strict = kept_in_fp32(self)
+        self.post_init()  # type: ignore[operator]
+
+    def in_the_dtype_of_the_stream(self, memory: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output.to(self.embedding.weight.dtype)
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """What casts a model (`half`, `to` and others share no public method) leaves the maps of memories in fp32."""
+        super()._apply(*arguments, **options)
+        tensors = self.state_dict(keep_vars=True)
+        for name in kept_in_fp32(self):
+            tensors[name].data = tensors[name].data.float()
+        return self
 
     def forward(
         self,
@@ -213,49 +212,69 @@ class PkmlmModel(PkmlmPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """The final norm's output; by default, positions are counted from the first that is not padding.
+        """The final norm's output.
 
         Args:
+            attention_mask: (B, S), false for padding; or (B, 1, T, S), as `scaled_dot_product_attention` takes it.
+            position_ids: (B, T); None: counted from the first that is not padding. Without a mask and a cache, a
+                document begins wherever they do not go on by one; it sees nothing before it.
             cache: the keys and values of earlier positions, a `Cache`; transformers before 5.24 calls it
                 `past_key_values`.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds`; more positions than the context has.
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`; more positions than the context has; a cache
+                with several documents in a row.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        x_BTD = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = past_key_values if cache is None else cache
-        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
-            cache = DynamicCache()
-        new = x_BTD.shape[1]
+        if input_ids is None and self.token_ids:
+            raise ValueError("a memory of this model reads tokens: give input_ids, not inputs_embeds")
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        new, cache = given.shape[1], past_key_values if cache is None else cache
         past = 0 if cache is None else int(cache.get_seq_length())
-        if past + new > self.config.context:
-            raise ValueError(f"{past + new} positions do not fit the context of {self.config.context}")
+        in_order_1T = torch.arange(past, past + new, device=given.device)[None]
         if attention_mask is not None and attention_mask.ndim == 2 and bool(attention_mask.all()):
             attention_mask = None
-        if position_ids is None:
-            position_ids = torch.arange(past, past + new, device=x_BTD.device)[None]
-            if attention_mask is not None and attention_mask.ndim == 2:
-                position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + new]
-        if self.positions is not None:
-            x_BTD = x_BTD + self.positions(position_ids)
-        x_BTD = self.dropout(x_BTD)
-        rotary = self.config.positions == "rotary"
-        cos_sin = rotation(position_ids, self.rotary_width) if rotary else None
-        ngrams = None if self.ngram_ids is None else self.ngram_ids(input_ids, attention_mask, cache)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if attention_mask is None and position_ids is not None and bool((position_ids == in_order_1T).all()):
+            position_ids = None
+        document_BT = None if past or attention_mask is not None else documents(position_ids)
+        if document_BT is not None and (cache is not None or use_cache):
+            raise ValueError("documents in a row (by their position_ids) are read without a cache")
+        longest = past + new if document_BT is None or position_ids is None else int(position_ids.max()) + 1
+        if longest > self.context:
+            raise ValueError(f"{longest} positions do not fit the context of {self.context}")
+        config: Any = self.config
+        if cache is None and document_BT is None and (config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache()
+        layout = None
+        if attention_mask is not None or position_ids is not None:
+            if position_ids is None:
+                position_ids = positions(attention_mask, in_order_1T)
+            layout = AttentionLayout(position_ids, seen_by(attention_mask, document_BT, in_order_1T))
         states = []
-        for block in self.blocks:
-            if wanted:
+        for x_BTD in self.states(
+            input_ids,
+            None if cache is None else SharedCache(cache, len(self.blocks), self.context),
+            layout,
+            seen_BS=None if layout is None else seen_by_the_next(layout.mask_BTT),
+            embedded_BTD=inputs_embeds,
+        ):
+            if config.output_hidden_states if output_hidden_states is None else output_hidden_states:
                 states.append(x_BTD)
-            x_BTD = block(x_BTD, ngrams, cos_sin, cache, past, attention_mask)
-        x_BTD = self.norm(x_BTD)
         return BaseModelOutputWithPast(
-            last_hidden_state=x_BTD,
-            hidden_states=(*states, x_BTD) if wanted else None,
-            **{CACHE: cache},
+            last_hidden_state=x_BTD, hidden_states=tuple(states) if states else None, **{CACHE: cache}
         )
+
+
+def in_fp32(memory: nn.Module, inputs: Any) -> Any:
+    """Memories compute in fp32, whatever the dtype of the stream."""
+    x_BTD, *others = inputs
+    return x_BTD.float(), *others
+
+
+def on_the_device_of_the_weights(table: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """A table that several layers read may be on another device than some of them."""
+    return output.to(inputs[1].device)
 
 
 class PkmlmForCausalLM(PkmlmPreTrainedModel, GenerationMixin):
@@ -266,7 +285,7 @@ class PkmlmForCausalLM(PkmlmPreTrainedModel, GenerationMixin):
     def __init__(self, config: PkmlmConfig):
         super().__init__(config)
         self.model = PkmlmModel(config)
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(

@@ -41,6 +41,7 @@ class Background:
         batch_tokens: scored tokens of a batch, at least; the text's last batch may have fewer.
         read_by: by the table's path in the model, how many batches read each row: int64 (K).
         reads: likewise, the reads of each row.
+        memories: likewise, what the entry of a report says of the memory that reads the table.
     """
 
     run: str
@@ -51,11 +52,15 @@ class Background:
     batch_tokens: int
     read_by: dict[str, NDArray[np.int64]]
     reads: dict[str, NDArray[np.int64]]
+    memories: dict[str, dict[str, Any]]
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of the file: the fields of ORIGIN, and for each table PATH.read_by and PATH.reads."""
+        """The arrays of the file: the fields of ORIGIN, and for each table PATH.read_by and PATH.reads; and "memories",
+        as JSON.
+        """
         arrays = {name: np.array(getattr(self, name)) for name in ORIGIN}
+        arrays["memories"] = np.array(json.dumps(self.memories))
         for name in ("read_by", "reads"):
             arrays |= {f"{path}.{name}": counts for path, counts in getattr(self, name).items()}
         return arrays
@@ -88,17 +93,18 @@ class Background:
                 {path: arrays[f"{path}.{name}"].astype(np.int64, casting="safe") for path in paths}
                 for name in ("read_by", "reads")
             )
-            return cls(**origin, read_by=read_by, reads=reads)
+            return cls(**origin, read_by=read_by, reads=reads, memories=json.loads(arrays["memories"].item()))
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{path} is not a background of slots", hint) from None
 
     def as_json(self) -> dict[str, Any]:
-        """Where it comes from, and for each table: its slots, how many of them any batch reads, how many every batch
-        reads, and the mean number of batches that read a slot.
+        """Where it comes from, and for each table: whose it is, its slots, how many of them any batch reads, how many
+        every batch reads, and the mean number of batches that read a slot.
         """
         tables = [
             {
                 "table": path,
+                **self.memories[path],
                 "slots": len(read_by_K),
                 "read": int((read_by_K > 0).sum()),
                 "every_batch": int((read_by_K == self.batches).sum()),
@@ -135,6 +141,7 @@ def count_background(
     from pkmlm.evaluate.load import load_on_all_ranks
     from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
     from pkmlm.measure.counters import RowCounters
+    from pkmlm.memory.base import memories
     from pkmlm.memory.table import tables_of
 
     world = world or World()
@@ -144,13 +151,18 @@ def count_background(
     documents, model = chosen_documents(choice, loaded), loaded.model
     if not tables_of(model):
         message = f"the model of {run.path} has no memory with a table of values"
-        hint = "give a run with product keys, flat keys or PEER: slot-wise fine-tuning trains their values"
+        hint = "give a run with a memory: slot-wise fine-tuning trains its tables"
         raise UserError(message, hint)
     size = batch_tokens or loaded.recipe.train.batch_tokens
     most, counted, done = min(batches, -(-documents.tokens // size)), 0, 0
     prefix, context = loaded.prefix, model.context
     stream = (window for ids in documents.ids for window in windows(ids, prefix, context, context))
     quiet = quiet or world.rank > 0
+    owners = {table: memory for memory in memories(model) for table in memory.read_tables()}
+    entries = {
+        path.removesuffix(".weight_KD"): owners[table].tap.entry | ({"layer": None} if owners[table].tap.pool else {})
+        for path, table in tables_of(model).items()
+    }
     with (
         RowCounters(model) as counters,
         token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance,
@@ -179,6 +191,7 @@ def count_background(
         batch_tokens=size,
         read_by={path: world.all_sum(read_by_K.cpu()).numpy() for path, read_by_K in read_by.items()},
         reads={path: world.all_sum(reads_K.cpu()).numpy() for path, reads_K in reads.items()},
+        memories=entries,
     )
 
 

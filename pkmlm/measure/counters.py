@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.measure.usage import MemoryUsage, with_pool
+from pkmlm.measure.usage import MemoryUsage, with_pools
 from pkmlm.memory.base import Listener, Tap, UsageTap, memories, usage_taps
 from pkmlm.memory.table import Modules, tables_of
 
@@ -76,7 +76,7 @@ class UsageCounters(ReadListener):
         with pkmlm.UsageCounters(model) as counters:
             model(tokens)
         for memory in counters.memories():
-            print(memory.layer, memory.name, memory.as_json()["mass"]["kl"])
+            print(memory.label, memory.as_json()["mass"]["kl"])
 
     Args:
         model: any module with memories in it.
@@ -93,7 +93,7 @@ class UsageCounters(ReadListener):
         super().__init__([*((counter.tap, counter.add) for counter in self._counters), *others])
 
     def memories(self, world: World | None = None) -> list[MemoryUsage]:
-        """What has been counted: one entry per tap, in order, then one for the table that several share, if any do.
+        """What has been counted: one entry per tap, in order, then one for each table that several share.
 
         Args:
             world: the processes whose counts are added; all of them must call this.
@@ -101,7 +101,7 @@ class UsageCounters(ReadListener):
         Raises:
             UserError: a memory reads with weights that are not finite.
         """
-        return with_pool([counter.result(world or World()) for counter in self._counters])
+        return with_pools([counter.result(world or World()) for counter in self._counters])
 
 
 class _Counter:
@@ -159,10 +159,10 @@ class _Counter:
                 f"{tap.label} reads with weights that are not finite", "use an earlier checkpoint: --step N"
             )
         return MemoryUsage(
+            memory=tap.name,
             layer=tap.layer,
-            name=tap.name,
-            part=tap.part,
             kind=tap.kind,
+            addresses=tap.addresses,
             tokens=tokens,
             counts_HK=counts.view(tap.heads, -1).numpy(),
             masses_HK=masses.view(tap.heads, -1).numpy(),
@@ -171,6 +171,7 @@ class _Counter:
             spread_3=spread_3.numpy(),
             pool=tap.pool,
             weighing_H=weighing_H.numpy(),
+            part=tap.part,
         )
 
 

@@ -16,7 +16,6 @@ from pkmlm.data.batches import permute
 from pkmlm.distributed import World
 from pkmlm.measure.counters import ReadListener
 from pkmlm.memory.base import SparseMemory, memories
-from pkmlm.memory.key_memory import KeyMemory
 from pkmlm.memory.table import side_by_side
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.results import drift_file, write_arrays
@@ -49,7 +48,8 @@ class Drift(ReadListener):
         super().__init__((each.tap, each.add) for each in watched.values())
         self.memories = list(watched.values())
         self.since = 0  # the step of the last record
-        self.on_line = [each for memory, each in watched.items() if isinstance(memory, KeyMemory)][:2]  # what fits
+        searching = [each for memory, each in watched.items() if memory.scores_per_query]
+        self.on_line = searching[:2]  # what fits
         self.steps, self.shares = 0, ""
 
     def after_step(self) -> str:
@@ -60,7 +60,7 @@ class Drift(ReadListener):
         if self.steps % WINDOW == 0:
             self.shares = ""
             for memory in self.on_line:
-                self.shares += f"layer {memory.tap.layer} reads {float(memory.read(LINE).float().mean()):.0%}  "
+                self.shares += f"{memory.tap.label} reads {float(memory.read(LINE).float().mean()):.0%}  "
                 memory.forget(LINE)
         return self.shares
 
@@ -157,8 +157,7 @@ class _MemoryDrift:
         read_S = read_K[self.sample_S]
         median = float(share_S[read_S].median()) if bool(read_S.any()) else math.nan
         numbers = {
-            "layer": self.tap.layer,
-            "name": self.tap.name,
+            **self.tap.entry,
             "slots": self.tap.slots,
             "read": int(read_K.sum()),
             "died": died,

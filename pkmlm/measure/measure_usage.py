@@ -1,6 +1,6 @@
 """One pass over a text that counts what a run's memories read, for usage reports and for single slots."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pkmlm.distributed import World
 from pkmlm.evaluate.documents import Documents
@@ -17,7 +17,7 @@ def measure_usage(
     documents: Documents,
     advance: Callable[[int], bool] | None,
     world: World | None,
-    ngrams: NGrams,
+    ngrams: Mapping[str, NGrams],
     taps: list[UsageTap] | None = None,
     others: Listeners = (),
 ) -> list[MemoryUsage]:
@@ -28,7 +28,7 @@ def measure_usage(
         documents: the text, for one pass.
         advance: see `score`.
         world: the processes that share the pass; the counts are those of all.
-        ngrams: receives the n-grams that the model sees at these positions.
+        ngrams: receive the n-grams that the model sees at these positions.
         taps: of the memories whose reads count; None: all.
         others: see `UsageCounters`.
 
@@ -38,7 +38,9 @@ def measure_usage(
     Raises:
         UserError: see `score` and `UsageCounters.memories`.
     """
-    with UsageCounters(run.model, taps, others=[*others, (ngrams.tap, ngrams.add)]) as counters:
+    others = [*others, *((each.tap, each.add) for each in ngrams.values())]
+    with UsageCounters(run.model, taps, others=others) as counters:
         score(run.model, documents, run.prefix, watch=counters.only, advance=advance, world=world)
-    ngrams.gather(world or World())
+    for each in ngrams.values():
+        each.gather(world or World())
     return counters.memories(world)

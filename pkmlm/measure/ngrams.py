@@ -1,8 +1,9 @@
-"""Collisions: which n-grams of a text fall into which row of an n-gram memory.
+"""Collisions: which n-grams of a text fall into which row of a memory whose rows the last tokens choose.
 
 N: tokens; G: largest order; U: distinct n-grams; P: rows of a table.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,25 +12,28 @@ from torch.nn.functional import pad
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import World
-from pkmlm.memory.base import Tap
-from pkmlm.memory.ngram.layer import NGramMemory
+from pkmlm.memory.base import SparseMemory, memories
+from pkmlm.memory.tokens import TokenIds
 from pkmlm.model.language_model import LanguageModel
 
 LEAST_TO_COUNT = 1 << 20  # n-grams: fewer are not worth a sort
 
 
 class NGrams:
-    """The n-grams that a model sees, as canonical ids, which `add` receives (see `ReadListener`). Their size grows with
-    the number of distinct n-grams, not with the text.
+    """The n-grams that a model sees, as ids of one sort, which `add` receives (see `ReadListener`). Their size grows
+    with the number of distinct n-grams, not with the text.
+
+    Args:
+        ids: tell of them.
 
     Attributes:
-        tap: the one that tells of them; of a model without n-gram memories, one that tells nothing.
+        tap: of these.
+        ids_V: the id of each token.
     """
 
-    def __init__(self, model: LanguageModel):
-        order = 0 if model.ngram_ids is None else model.ngram_ids.order
-        self.tap = Tap() if model.ngram_ids is None else model.ngram_ids.tap
-        self._ids_UG, self._counts_U = torch.empty(0, order, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    def __init__(self, ids: TokenIds):
+        self.tap, self.ids_V = ids.tap, ids.ids_V.cpu()
+        self._ids_UG, self._counts_U = torch.empty(0, ids.order, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
         self._seen: list[Tensor] = []  # not counted yet
         self._shorter: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -46,8 +50,6 @@ class NGrams:
 
     def gather(self, world: World) -> None:
         """Count what has been seen, on all ranks together: all call this, after the last forward pass."""
-        if not self._ids_UG.shape[1]:
-            return
         self._count()
         if world.size > 1:
             own = torch.cat([self._ids_UG, self._counts_U[:, None]], 1)
@@ -72,47 +74,61 @@ def summed(ids_NG: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
     return ids_UG, counts_N.new_zeros(len(ids_UG)).index_add_(0, group_N, counts_N)
 
 
-def ngrams_in_row(
-    model: LanguageModel, tokenizer: Tokenizer, memory: NGramMemory, ngrams: NGrams, slot: int
-) -> list[dict[str, Any]]:
-    """The n-grams seen that fall into a row, most frequent first. Each canonical id is shown as its first token; 0, the
-    beginning of a document, as the end-of-document token.
-    """
-    assert model.ngram_ids is not None
-    canonical_V, table = model.ngram_ids.canonical_V.cpu(), slot // memory.rows
-    order = memory.orders_H[table]
-    ids_UG, counts_U = ngrams.distinct(order)
-    here_U = memory.rows_of(ids_UG.to(memory.multipliers_HG.device))[:, table].cpu() == slot
+def ngrams_of(model: LanguageModel) -> dict[str, NGrams]:
+    """What counts the n-grams that a model sees, for each sort of ids that its memories ask for."""
+    return {name: NGrams(ids) for name, ids in model.token_ids.items() if isinstance(ids, TokenIds)}
 
-    def piece(canonical: int) -> str:
-        return tokenizer.piece(int((canonical_V == canonical).nonzero()[0, 0]))
+
+def ngrams_for(memory: SparseMemory, ngrams: Mapping[str, NGrams]) -> NGrams:
+    """Those of the ids by which a memory looks its rows up."""
+    assert memory.spec.lookback is not None
+    return ngrams[memory.spec.lookback.ids]
+
+
+def ngrams_in_row(
+    tokenizer: Tokenizer, memory: SparseMemory, ngrams: Mapping[str, NGrams], slot: int
+) -> list[dict[str, Any]]:
+    """The n-grams seen that fall into a row, most frequent first. Each id is shown as its first token; 0, the beginning
+    of a document, as the end-of-document token.
+    """
+    seen = ngrams_for(memory, ngrams)
+    table = slot // (memory.tap.slots // memory.tap.heads)
+    order = memory.orders[table]
+    ids_UG, counts_U = seen.distinct(order)
+    here_U = memory.rows_of(ids_UG.to(memory.device))[:, table].cpu() == slot
+
+    def piece(number: int) -> str:
+        return tokenizer.piece(int((seen.ids_V == number).nonzero()[0, 0]))
 
     found = zip(ids_UG[here_U, :order].flip(1).tolist(), counts_U[here_U].tolist(), strict=True)  # oldest first
-    seen = sorted(found, key=lambda pair: -pair[1])
-    return [{"tokens": [piece(each) for each in ids], "count": count} for ids, count in seen]
+    return [
+        {"tokens": [piece(each) for each in ids], "count": count}
+        for ids, count in sorted(found, key=lambda pair: -pair[1])
+    ]
 
 
-def collisions(memory: NGramMemory, ngrams: NGrams) -> list[dict[str, Any]]:
+def collisions(memory: SparseMemory, ngrams: Mapping[str, NGrams]) -> list[dict[str, Any]]:
     """For each order: the distinct n-grams seen, the rows of a table, and the share of n-grams that are alone in their
     row of a table (the mean over the order's tables), or of any of these tables. Each share is measured, and expected
-    for random rows: (1 - 1 / P)^(U - 1) for one table.
+    for random rows: (1 - 1 / P)^(U - 1) for one table. Empty for a memory whose rows the stream chooses.
     """
     found = []
-    for order in sorted(set(memory.orders_H)):
-        ids_UG, _ = ngrams.distinct(order)
-        rows_UH = memory.rows_of(ids_UG.to(memory.multipliers_HG.device)).cpu()
-        tables = [table for table, own in enumerate(memory.orders_H) if own == order]
+    rows = memory.tap.slots // memory.tap.heads
+    for order in sorted(set(memory.orders)):
+        ids_UG, _ = ngrams_for(memory, ngrams).distinct(order)
+        rows_UH = memory.rows_of(ids_UG.to(memory.device)).cpu()
+        tables = [table for table, own in enumerate(memory.orders) if own == order]
         alone = []
         for table in tables:
-            row_U = rows_UH[:, table] - table * memory.rows
-            alone.append(torch.bincount(row_U, minlength=memory.rows)[row_U] == 1)
+            row_U = rows_UH[:, table] - table * rows
+            alone.append(torch.bincount(row_U, minlength=rows)[row_U] == 1)
         alone_HU = torch.stack(alone)
-        expected = (1 - 1 / memory.rows) ** (len(ids_UG) - 1)
+        expected = (1 - 1 / rows) ** (len(ids_UG) - 1)
         found.append(
             {
                 "order": order,
                 "distinct": len(ids_UG),
-                "rows": memory.rows,
+                "rows": rows,
                 "tables": len(tables),
                 "alone": float(alone_HU.double().mean()),
                 "alone_expected": expected,
@@ -123,7 +139,6 @@ def collisions(memory: NGramMemory, ngrams: NGrams) -> list[dict[str, Any]]:
     return found
 
 
-def all_collisions(model: LanguageModel, ngrams: NGrams) -> list[dict[str, Any]]:
-    """The `collisions` of each n-gram memory of a model, with its layer."""
-    found = [module for module in model.modules() if isinstance(module, NGramMemory)]
-    return [{"layer": memory.tap.layer, **each} for memory in found for each in collisions(memory, ngrams)]
+def all_collisions(model: LanguageModel, ngrams: Mapping[str, NGrams]) -> list[dict[str, Any]]:
+    """The `collisions` of all memories of a model."""
+    return [memory.tap.entry | each for memory in memories(model) for each in collisions(memory, ngrams)]

@@ -1,8 +1,8 @@
 """What a memory is worth: the perplexity of a text with another answer in place of the memory's own. No training.
 
-The answer of a memory is what its layer returns at a position, after the gate if it has one. For a memory with keys, it
-is added to the residual stream; for a hash layer, it is the output of the map that the layer replaces. A probe gives
-another answer at every position that the model reads and changes nothing else. The answers:
+The answer of a memory is what its layer returns at a position, after the gate if it has one: for most, it is added to
+the residual stream; for hash tables, it is the output of the map whose place they take. A probe gives another answer at
+every position that the model reads and changes nothing else. The answers:
 
 - zero: 0.
 - redrawn_values: the memory's own, with every row of its tables drawn again from their initial distribution.
@@ -32,6 +32,7 @@ or pieces; P: pieces of the train split; H: heads, or tables; k: slots a head re
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -48,7 +49,8 @@ from pkmlm.errors import NotFinite, UserError, printable
 from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents, open_split
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
-from pkmlm.memory.base import SparseMemory, UsageTap, memories
+from pkmlm.memory.address import entry_of
+from pkmlm.memory.base import SparseMemory, memories
 from pkmlm.memory.init import initialise
 from pkmlm.memory.table import Values
 from pkmlm.model.language_model import LanguageModel
@@ -298,6 +300,7 @@ class Probes:
 
     def __init__(self, reader: Reader, found: Sequence[SparseMemory], means: Means):
         self.reader, self.found, self.fitted = reader, found, means
+        self.streams = streams_of(found)
         width = sum(each.shape[1] for each in means.means.values())
         partner_N = partners(reader.text.tokens_N, max(1, MOST_KEPT // width))
         kept = np.unique(partner_N[partner_N >= 0])
@@ -344,8 +347,8 @@ class Probes:
 
     @contextmanager
     def random_slots(self, group: Sequence[SparseMemory]) -> Iterator[None]:
-        def drawing(tap: UsageTap) -> Callable[..., tuple[Tensor, Tensor]]:
-            random = generator(SEED, "slots", tap.layer, tap.name)
+        def drawing(memory: SparseMemory) -> Callable[..., tuple[Tensor, Tensor]]:
+            tap, random = memory.tap, generator(SEED, "slots", *self.streams[memory])
             size = tap.slots if tap.shared else tap.slots // tap.heads
             first_H1 = torch.arange(tap.heads)[:, None] * (0 if tap.shared else size)
 
@@ -358,7 +361,7 @@ class Probes:
 
         with ExitStack() as hooks:
             for memory in group:
-                hooks.enter_context(memory.tap.register_forward_pre_hook(drawing(memory.tap)))
+                hooks.enter_context(memory.tap.register_forward_pre_hook(drawing(memory)))
             yield
 
     @contextmanager
@@ -369,8 +372,8 @@ class Probes:
             for name, table in tables_read(memory).items():
                 if table not in own:  # a table that several memories read is drawn once
                     with next(itertools.chain(table.parameters(), table.buffers())).device:
-                        fresh = Values(memory.tap.slots, table.width, std=table.std, group=table.group)
-                    initialise(fresh, derived_seed(SEED, "values", memory.tap.layer, memory.tap.name, name))
+                        fresh = Values(memory.tap.slots, table.width, std=table.std)
+                    initialise(fresh, derived_seed(SEED, "values", *self.streams[memory], name))
                     own[table], drawn[table] = table.weight_KD, fresh.weight_KD
 
         def give(weights: dict[Values, nn.Parameter]) -> Callable[..., None]:
@@ -397,32 +400,54 @@ def tables_read(memory: SparseMemory) -> dict[str, Values]:
     return {name: table for name, table in held.items() if isinstance(table, Values)}
 
 
+def streams_of(found: Sequence[SparseMemory]) -> dict[SparseMemory, tuple[int, str]]:
+    """What the random draws of each memory depend on, besides the probe: its layer, its part or stream, and how many of
+    the same come before it in the layer.
+    """
+    streams: dict[SparseMemory, tuple[int, str]] = {}
+    before: Counter[tuple[int, str]] = Counter()
+    for memory in found:
+        place = layer, stream = memory.tap.layer, memory.tap.part or memory.stream.rpartition(".")[2]
+        streams[memory] = layer, f"{stream}{before[place] or ''}"
+        before[place] += 1
+    return streams
+
+
 class Group(NamedTuple):
     """Memories that are probed together.
 
     Attributes:
-        layer: of a single memory; None for several.
-        name: that of their taps, or "all".
-        kind: of memory.
+        entry: what their entry in the report begins with.
+        memories: in the model's order.
     """
 
-    layer: int | None
-    name: str
-    kind: str
+    entry: Entry
     memories: list[SparseMemory]
 
 
 def groups_of(found: Sequence[SparseMemory]) -> list[Group]:
-    """Each memory by itself, and all of them if there are several groups. Hash layers are in every block: those of one
-    name ("qkv", "ffn1", "ffn2") are a group.
+    """Each memory in each of its layers; or, if it has several parts in a layer, each part in all of its layers. Then,
+    of several memories, each that is in several groups as a whole; and if there are several groups, "all" together.
     """
-    groups: dict[tuple[int | None, str, str], list[SparseMemory]] = {}
+    groups: dict[tuple[str, int | None, str], list[SparseMemory]] = {}
     for memory in found:
         tap = memory.tap
-        groups.setdefault((None if tap.kind == "hash" else tap.layer, tap.name, tap.kind), []).append(memory)
-    if len(groups) > 1:
-        groups[None, "all", " + ".join(dict.fromkeys(kind for _, _, kind in groups))] = list(found)
-    return [Group(*key, members) for key, members in groups.items()]
+        groups.setdefault((tap.name, None if tap.part else tap.layer, tap.part), []).append(memory)
+    several = len(groups) > 1
+    if len(names := dict.fromkeys(memory.tap.name for memory in found)) > 1:
+        for name in names:
+            if sum(key[0] == name for key in groups) > 1:
+                groups[name, None, ""] = [memory for memory in found if memory.tap.name == name]
+    if several:
+        groups["all", None, ""] = list(found)
+
+    def group(name: str, part: str, members: list[SparseMemory]) -> Group:
+        layers = {memory.tap.layer for memory in members}
+        kinds = " + ".join(dict.fromkeys(memory.tap.kind for memory in members))
+        layer = layers.pop() if len(layers) == 1 and name != "all" else None
+        return Group(entry_of(name, layer, kinds, part), members)
+
+    return [group(name, part, members) for (name, _, part), members in groups.items()]
 
 
 def intervals(sums_UC: Floats, tokens_U: Ints) -> list[Entry]:
@@ -465,9 +490,9 @@ def probe_run(
         - interval: {over, units, level, draws};
         - real: {nats, low, high, token_ppl}, nats per token of the model as it is;
         - dense, a list: {run, step, nats, low, high, token_ppl} of each twin, its nats above the real ones;
-        - memories, a list: {layer, name, kind, probes: {NAME: {nats, low, high, token_ppl, share}}} of each memory, of
-          each family of hash layers and, where these are several, of "all"; nats are those above the real ones; layer
-          is null for several, share is null where the memory is worth nothing.
+        - memories, a list: {memory, layer, kind, part, probes: {NAME: {nats, low, high, token_ppl, share}}} of each
+          group (see `groups_of`), part only for parts of a memory; nats are those above the real ones; layer is null
+          for several, share is null where the memory is worth nothing.
 
         low and high are null for a text of one unit, token_ppl (the perplexity) where it is more than a float holds.
 
@@ -477,7 +502,7 @@ def probe_run(
     """
     found = memories(run.model)
     if not found:
-        raise UserError(f"{run.path}: the model has no memory to probe", "give a run with a memory or hash tables")
+        raise UserError(f"{run.path}: the model has no memory to probe", "give a run with a memory")
     for twin in twins:
         if twin.tokenizer.sha256 != run.tokenizer.sha256:
             message = f"--dense {twin.path}: its tokenizer is not that of {run.path}"
@@ -533,13 +558,7 @@ def probe_run(
         "real": real,
         "dense": [{"run": twin.name, "step": twin.step, **next(entries)} for twin in twins],
         "memories": [
-            {
-                "layer": group.layer,
-                "name": group.name,
-                "kind": group.kind,
-                "probes": with_shares({name: next(entries) for name in PROBES}),
-            }
-            for group in groups
+            {**group.entry, "probes": with_shares({name: next(entries) for name in PROBES})} for group in groups
         ],
     }
     return record, [*warnings, *documents.warnings]

@@ -5,11 +5,8 @@ H: heads, or tables; k: slots a head reads; R: reads of a token; S: some slots; 
 model; V: vocabulary.
 """
 
-import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +19,7 @@ from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.measure.measure_usage import measure_usage
-from pkmlm.measure.ngrams import NGrams, collisions, ngrams_in_row
+from pkmlm.measure.ngrams import NGrams, collisions, ngrams_in_row, ngrams_of
 from pkmlm.measure.slot_contexts import (
     JUDGED,
     Context,
@@ -33,9 +30,9 @@ from pkmlm.measure.slot_contexts import (
     find_pattern,
     summed_reads,
 )
-from pkmlm.measure.usage import PAIRED_KINDS, MemoryUsage
+from pkmlm.measure.usage import MemoryUsage
+from pkmlm.memory.address import Addresses
 from pkmlm.memory.base import SparseMemory, UsageTap, memories
-from pkmlm.memory.ngram.layer import NGramMemory
 from pkmlm.memory.table import Modules
 from pkmlm.model.language_model import LanguageModel
 
@@ -47,61 +44,38 @@ MOST_DESCRIBED = 10_000  # slots of one report: shuffling their contexts takes 3
 MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
 
 
-def find_memory(model: Modules, layer: str | None) -> SparseMemory:
-    """The memory for "3" (the last one of layer 3), "3:ffn1" or None (the model's last one).
+def find_memory(model: Modules, which: str | None) -> SparseMemory:
+    """The last memory of a model with this layer, name or part: "3", "3:facts", "2:tables:ffn2", "2:ffn2" or "facts";
+    None: the model's last one.
 
     Raises:
         UserError: there is none.
     """
-    named = [(f"{memory.tap.layer}:{memory.tap.name}", memory) for memory in memories(model)]
-    if not named:
-        raise UserError("the model has no memory to look into", "give a run of a model with a memory or hash tables")
-    found = [memory for name, memory in named if layer in (None, str(memory.tap.layer), name)]
+    found = memories(model)
     if not found:
-        raise UserError(f"no memory at layer {layer} (expected {', '.join(name for name, _ in named)})")
-    return found[-1]
+        raise UserError("the model has no memory to look into", "give a run of a model with a memory")
+    names = {memory: [str(memory.tap.layer), memory.tap.name, memory.tap.part] for memory in found}
+    wanted = set() if which is None else set(which.split(":"))
+    fitting = [memory for memory in found if wanted <= set(filter(None, names[memory]))]
+    if not fitting:
+        expected = ", ".join(":".join(filter(None, each)) for each in names.values())
+        what = f"at layer {which}" if which and which[0].isdecimal() else f"named {which}"
+        raise UserError(f"no memory {what} (expected {expected})")
+    return fitting[-1]
 
 
-def slot_address(slot: int, tap: UsageTap) -> dict[str, Any]:
-    """A slot's sub-keys (from 0), or its table (from 1) and bucket (from 0); empty if it has only a number."""
-    columns = _columns(tap)
-    if columns is None:
-        return {}
-    row, column = divmod(slot, columns)
-    return {"subkeys": [row, column]} if tap.shared else {"table": row + 1, "bucket": column}
-
-
-def slot_name(slot: int, tap: UsageTap) -> str:
-    """A slot as `--slot` takes it: 17:4 for sub-keys, 2:40 for table and bucket, or its number."""
-    address = slot_address(slot, tap)
-    return ":".join(map(str, address.get("subkeys") or address.values())) or str(slot)
-
-
-def slot_number(name: str, tap: UsageTap) -> int:
-    """The slot that a name (see `slot_name`) or a number stands for.
+def slot_number(name: str, addresses: Addresses) -> int:
+    """The slot that a name or a number stands for.
 
     Raises:
         UserError: there is none.
     """
-    columns, found = _columns(tap), -1
-    if match := re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,18}))?", name):
-        if match[2] is None:
-            found = int(match[1])
-        elif columns is not None and int(match[2]) < columns:
-            row = int(match[1]) if tap.shared else int(match[1]) - 1
-            found = row * columns + int(match[2])
-    if not 0 <= found < tap.slots:
-        last = slot_name(tap.slots - 1, tap)
-        names = f" or {slot_name(0, tap)} to {last}" if columns is not None else ""
-        raise UserError(f"--slot {name}: no such slot (expected 0 to {tap.slots - 1}{names})")
+    found = addresses.number(name)
+    if found is None:
+        first, last = (addresses.name(slot) for slot in (0, addresses.slots - 1))
+        names = "" if addresses.columns is None else f" or {first} to {last}"
+        raise UserError(f"--slot {name}: no such slot (expected 0 to {addresses.slots - 1}{names})")
     return found
-
-
-def _columns(tap: UsageTap) -> int | None:
-    """Sub-keys of a half, or buckets of a table; None where slots have only a number."""
-    if tap.kind in PAIRED_KINDS:
-        return math.isqrt(tap.slots)
-    return None if tap.shared else tap.slots // tap.heads
 
 
 class Word(NamedTuple):
@@ -138,8 +112,7 @@ class LogitLens:
     @torch.no_grad()
     def logits(self, slots_S: Tensor) -> Tensor:
         """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
-        slots_S = slots_S.to(next(chain(self.memory.parameters(), self.memory.buffers())).device)
-        v_SD = self.memory.sign * self.memory.answer(slots_S).to(self.device)
+        v_SD = self.memory.sign * self.memory.answer(slots_S.to(self.memory.device)).to(self.device)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
         norm = self.model.norm
         v_SD = v_SD.to(next((weight.dtype for weight in norm.parameters()), v_SD.dtype))
@@ -167,13 +140,13 @@ class LogitLens:
 
 class SlotIndex(NamedTuple):
     """What a pass over a text finds out about a memory's slots: how often each is read, and where with the most weight;
-    and the n-grams that the model saw.
+    and the n-grams that the model saw, by the sort of their ids.
     """
 
     memory: SparseMemory
     usage: MemoryUsage
     top: TopPositions
-    ngrams: NGrams
+    ngrams: dict[str, NGrams]
 
 
 def index_slots(
@@ -200,10 +173,10 @@ def index_slots(
     """
     indexed = memories(run.model) if memory is None else [memory]
     taps = [each.tap for each in indexed]
-    ngrams = NGrams(run.model)
+    ngrams = ngrams_of(run.model)
     tops = [TopContexts(tap, run.device, contexts) for tap in taps]
     usage = measure_usage(run, documents, advance, None, ngrams, taps, [(top.tap, top.add) for top in tops])
-    found = zip(indexed, usage, tops, strict=False)  # without the pool
+    found = zip(indexed, usage, tops, strict=False)  # without pools
     return [SlotIndex(memory, counted, top.positions(), ngrams) for memory, counted, top in found]
 
 
@@ -212,8 +185,8 @@ class SlotDetails(NamedTuple):
 
     Attributes:
         slot: its number in the memory.
-        name: see `slot_name`.
-        address: see `slot_address`.
+        name: as it is printed, see `Addresses.name`.
+        address: its parts, see `Addresses.parts`.
         reads: on the text, by all heads.
         mass: of these reads.
         share: of the memory's mass.
@@ -255,8 +228,8 @@ class SlotDetails(NamedTuple):
         mass = float(usage.masses_S[slot])
         return cls(
             slot=slot,
-            name=slot_name(slot, tap),
-            address=slot_address(slot, tap),
+            name=tap.addresses.name(slot),
+            address=tap.addresses.parts(slot),
             reads=int(usage.counts_S[slot]),
             mass=mass,
             share=mass / max(float(usage.masses_S.sum()), 1e-300),
@@ -389,7 +362,7 @@ def report_slots(
     """
     tap, number, kept = memory.tap, None, JUDGED
     if slot is not None:
-        number, kept, most = slot_number(slot, tap), max(top, JUDGED), MOST_KEPT // tap.slots
+        number, kept, most = slot_number(slot, tap.addresses), max(top, JUDGED), MOST_KEPT // tap.slots
         if top > most:
             message = f"--top: found {top} (expected at most {most} contexts, kept for each of {tap.slots:,} slots)"
             raise UserError(message)
@@ -402,13 +375,13 @@ def report_slots(
     chosen = most_read(index.usage, top) if number is None else [number]
     (slots,) = slot_details(run, [index], [chosen], chosen_documents(choice, run))
     record = _head(run, memory) | {"split": documents.name, "tokens": index.usage.tokens}
-    if isinstance(memory, NGramMemory):
+    if memory.orders:
         record["collisions"] = collisions(memory, index.ngrams)
     if number is None:
         record["patterns"] = count_patterns(slots)
     else:
-        if isinstance(memory, NGramMemory):
-            record["ngrams"] = ngrams_in_row(run.model, run.tokenizer, memory, index.ngrams, number)[:top]
+        if memory.orders:
+            record["ngrams"] = ngrams_in_row(run.tokenizer, memory, index.ngrams, number)[:top]
         slots = [each._replace(contexts=each.contexts[:top]) for each in slots]
     return record | {"slots": [each.as_json() for each in slots]}, documents.warnings
 
@@ -444,16 +417,15 @@ def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -
     raised = {slot: [word._asdict() for word in raises] for slot, (raises, _) in zip(distinct, words, strict=False)}
 
     def described(slot: int, weight: float) -> dict[str, Any]:
-        return {"slot": slot, "name": slot_name(slot, tap), "weight": weight, "raises": raised.get(slot)}
+        return {"slot": slot, "name": tap.addresses.name(slot), "weight": weight, "raises": raised.get(slot)}
 
     tokens = [{"token": token, "slots": [described(*pair) for pair in pairs]} for token, pairs in reads]
     return _head(run, memory) | {"tokens": tokens}
 
 
 def _head(run: LoadedRun, memory: SparseMemory) -> dict[str, Any]:
-    """What every report of slots begins with. "gated": whether a gate, which the words of slots leave out, may hide
-    what they say; "weighted": whether reads have weights, so that some are stronger than others.
+    """What every report of slots begins with. "left_out": what the words of slots leave out, such as a gate, which may
+    hide what they say; "weighted": whether reads have weights, so that some are stronger than others.
     """
-    tap = memory.tap
-    where = {"layer": tap.layer, "name": tap.name, "kind": tap.kind}
-    return {"run": run.name, "step": run.step, **where, "gated": memory.gated, "weighted": memory.weighted}
+    how = {"left_out": list(memory.left_out), "weighted": memory.weighted}
+    return {"run": run.name, "step": run.step, **memory.tap.entry, **how}

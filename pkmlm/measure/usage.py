@@ -15,23 +15,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pkmlm.memory.address import Addresses, entry_of, memory_label
+
 Measures = dict[str, float | int | None]
 SPREAD = ("effective", "top_weight")
 
-# Kinds whose slots are pairs of sub-keys: with n per half, slot n * i + j has key i of the first and j of the second.
-PAIRED_KINDS = ("product-key", "peer")
 # Above this many reads per slot, cancellation makes the binomial sum useless; the series is then good to 1e-12.
 MANY_READS = 1e4
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """What was read from one memory.
+    """What was read from one memory in one layer, or from the table that several of its layers share.
 
     Attributes:
-        layer: the block, counted from 1; 0: several, which share a table.
-        name: which of the block: "memory", "ngram", or "qkv", "ffn1", "ffn2" of hash layers; "pool": a shared table.
-        kind: of memory, as its tap says: "product-key", "flat-key", "peer", "hash", "ngram".
+        memory: its name in the recipe.
+        layer: the block, counted from 1; None: several, which share a table.
+        kind: of memory, as its tap says.
+        addresses: how its slots are called.
         tokens: positions that were counted.
         counts_HK: int64, reads of each slot by each head; of a pool, by those of all layers, one after the other.
         masses_HK: float64, the same reads, each counted as the absolute value of its weight.
@@ -42,12 +43,13 @@ class MemoryUsage:
             weight these are worth, the share of the largest, and 1; None: not known.
         pool: the layers that share the table; empty: the table is this memory's alone.
         weighing_H: int64, reads of each head whose weight is not 0; None: not known, and taken to be all.
+        part: which of the memory's parts in the layer, if it has several: "qkv", "ffn1" and "ffn2" of hash tables.
     """
 
-    layer: int
-    name: str
-    part: str
+    memory: str
+    layer: int | None
     kind: str
+    addresses: Addresses
     tokens: int
     counts_HK: NDArray[np.int64]
     masses_HK: NDArray[np.float64]
@@ -56,16 +58,22 @@ class MemoryUsage:
     spread_3: NDArray[np.float64] | None = None
     pool: tuple[int, ...] = ()
     weighing_H: NDArray[np.int64] | None = None
+    part: str = ""
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What its entry in a report begins with."""
+        return entry_of(self.memory, self.layer, self.kind, self.part)
 
     @property
     def label(self) -> str:
-        """Its name in reports: "layer 3 memory"."""
-        return memory_label(self.layer, self.name)
+        """Its name in reports: "layer 3 pkm"."""
+        return memory_label(self.entry)
 
     @property
     def is_pool(self) -> bool:
         """Whether this is a table that layers share, with the heads of all of them."""
-        return self.layer == 0
+        return self.layer is None
 
     @property
     def shared(self) -> bool:
@@ -80,12 +88,7 @@ class MemoryUsage:
     @property
     def slots(self) -> int:
         """Slots of the whole memory, S."""
-        return self.counts_HK.shape[1] if self.shared else self.counts_HK.size
-
-    @property
-    def subkeys(self) -> int | None:
-        """Sub-keys of each half, if the slots are pairs of sub-keys."""
-        return math.isqrt(self.slots) if self.kind in PAIRED_KINDS else None
+        return self.addresses.slots
 
     @cached_property
     def reads(self) -> int:
@@ -148,18 +151,17 @@ class MemoryUsage:
     def as_json(self) -> dict[str, Any]:
         """The memory's entry in `usage-report --format json`, all numbers unrounded.
 
-        `mass` and `heads` (or `tables`) count reads by the size of their weight, `count` counts each as 1. `uniform` is
-        what as many uniformly random reads give by count (of one table, where each head has its own), `uniform_mass`
-        what they give by mass, and `uniform_head` the mean of that over single heads. `effective` and `top_weight`: see
-        `spread`. A pool has the `heads` of all its `layers`, and `layer_overlap`, the mean of `layer_overlap_LL` over
-        pairs.
+        `addresses` says how slots are called (see `Addresses`). `mass` and `heads` (or `tables`) count reads by the
+        size of their weight, `count` counts each as 1. `uniform` is what as many uniformly random reads give by count
+        (of one table, where each head has its own), `uniform_mass` what they give by mass, and `uniform_head` the mean
+        of that over single heads. `effective` and `top_weight`: see `spread`. A pool has the `heads` of all its
+        `layers`, and `layer_overlap`, the mean of `layer_overlap_LL` over pairs.
         """
         unit = "head" if self.shared else "table"
         entry: dict[str, Any] = {
-            "layer": self.layer,
-            "name": self.name,
-            "kind": self.kind,
+            **self.entry,
             "slots": self.slots,
+            "addresses": {"columns": self.addresses.columns, "tables": self.addresses.tables},
             "tokens": self.tokens,
             "reads": self.reads,
             **self.spread,
@@ -195,8 +197,7 @@ class MemoryUsage:
         """The memory's entry in a `valid` line of metrics.jsonl: usage and KL of the mass, and of uniform reading."""
         mass = measures(self.masses_S)
         return {
-            "layer": self.layer,
-            "name": self.name,
+            **self.entry,
             "usage": mass["usage"],
             "kl": mass["kl"],
             "uniform": self.uniform_mass,
@@ -271,33 +272,34 @@ class MemoryUsage:
         return round(effective_reads), 1.0
 
 
-def with_pool(memories: list[MemoryUsage]) -> list[MemoryUsage]:
-    """The memories of a model; and as one more memory, with the heads of all, the table that several of them share, if
-    all of these are given.
+def with_pools(memories: list[MemoryUsage]) -> list[MemoryUsage]:
+    """The memories of a model in its layers; and then, each as one more with the heads of all of its layers, the tables
+    that layers share, if all of these are given.
     """
-    sharing = [memory for memory in memories if memory.pool]
-    if not sharing or len(sharing) < len(sharing[0].pool):
-        return memories
-    known = all(memory.weighing_H is not None for memory in sharing)
-    pool = MemoryUsage(
-        layer=0,
-        name="pool",
-        kind=sharing[0].kind,
-        tokens=sharing[0].tokens,
-        counts_HK=np.concatenate([memory.counts_HK for memory in sharing]),
-        masses_HK=np.concatenate([memory.masses_HK for memory in sharing]),
-        squares_H=np.concatenate([memory.squares_H for memory in sharing]),
+    sharing: dict[str, list[MemoryUsage]] = {}
+    for memory in memories:
+        if memory.pool:
+            sharing.setdefault(memory.memory, []).append(memory)
+    return memories + [pool_of(layers) for layers in sharing.values() if len(layers) == len(layers[0].pool)]
+
+
+def pool_of(layers: list[MemoryUsage]) -> MemoryUsage:
+    """The table that layers of a memory share, with the heads of all of them."""
+    weighing = [memory.weighing_H for memory in layers if memory.weighing_H is not None]
+    return MemoryUsage(
+        memory=layers[0].memory,
+        layer=None,
+        kind=layers[0].kind,
+        addresses=layers[0].addresses,
+        tokens=layers[0].tokens,
+        counts_HK=np.concatenate([memory.counts_HK for memory in layers]),
+        masses_HK=np.concatenate([memory.masses_HK for memory in layers]),
+        squares_H=np.concatenate([memory.squares_H for memory in layers]),
         common_HH=None,
-        spread_3=np.sum([memory.spread_3 for memory in sharing if memory.spread_3 is not None], axis=0),
-        pool=tuple(memory.layer for memory in sharing),
-        weighing_H=np.concatenate([memory.weighing_H for memory in sharing]) if known else None,
+        spread_3=np.sum([memory.spread_3 for memory in layers if memory.spread_3 is not None], axis=0),
+        pool=tuple(memory.layer for memory in layers if memory.layer),
+        weighing_H=np.concatenate(weighing) if len(weighing) == len(layers) else None,
     )
-    return [*memories, pool]
-
-
-def memory_label(layer: int | None, name: str) -> str:
-    """The name of a memory in reports; without a layer for a pool, and for memories that are probed together."""
-    return f"layer {layer} {name}" if layer else name
 
 
 def mean_of_pairs(matrix_HH: NDArray[np.float64]) -> float:

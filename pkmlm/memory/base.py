@@ -4,6 +4,7 @@ N: tokens; H: heads (for hash layers: tables); k: reads of a head (for hash laye
 """
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pkmlm.memory.address import Addresses
+from pkmlm.memory.address import Addresses, entry_of, memory_label
 from pkmlm.memory.init import initialise
 from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import Modules, Values
@@ -87,9 +88,14 @@ class UsageTap(Tap):
         self.shared, self.residual, self.pool = shared, residual, pool
 
     @property
+    def entry(self) -> dict[str, Any]:
+        """What the memory's entry in a report begins with."""
+        return entry_of(self.name, self.layer, self.kind, self.part)
+
+    @property
     def label(self) -> str:
         """The memory's name in reports: "layer 3 facts", "layer 2 tables qkv"."""
-        return " ".join(filter(None, (f"layer {self.layer}", self.name, self.part)))
+        return memory_label(self.entry)
 
     def forward(self, slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor]:
         """Slots read (int64, below `slots`) and their weights (floating), unchanged.
@@ -164,6 +170,16 @@ class SparseMemory(nn.Module, ABC):
     def gated(self) -> bool:
         """Whether a gate, computed from the input, multiplies each entry of the values' sum."""
         return getattr(self, "gate", None) is not None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the layer's output also depends on, but `answer` leaves out."""
+        return ("gate",) if self.gated else ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie."""
+        return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def answer(self, slots_S: Tensor) -> Tensor:
         """What rows of `values`, given by number, add to the layer's output when read with weight 1 and without a gate,

@@ -81,7 +81,6 @@ def init_spec_of(module: nn.Module) -> dict[str, InitSpec]:
     return {}
 
 
-@torch.no_grad()
 def initialise(model: nn.Module, seed: int, streams: Mapping[str, str] | None = None) -> None:
     """Fill every parameter and buffer of a model.
 
@@ -99,22 +98,27 @@ def initialise(model: nn.Module, seed: int, streams: Mapping[str, str] | None = 
         above, dot, last = path.rpartition(".")
         named[path] = (streams or {}).get(path, f"{named.get(above, '')}{dot}{last}")
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            random = generator(seed, "initial", f"{named[path]}.{name}")
-            with torch.device("cpu"):  # the generator's, whatever torch's default device
-                match stated[name]:
-                    case Constant(value):
-                        tensor.fill_(value)
-                    case Normal(std, width, first):
-                        draw_columns(tensor, std, width, first, random)
-                    case Uniform(bound):
-                        tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=random))
-                    case OrthogonalRows():
-                        tensor.copy_(orthogonal_rows(len(tensor), tensor.shape[1], random))
-                    case Counting():
-                        tensor.copy_(torch.arange(len(tensor)))
-                    case Multipliers(numbers):
-                        odd = 2 * torch.randint(2**31, tensor.shape, generator=random) + 1
-                        tensor.copy_(odd * (torch.arange(tensor.shape[1]) < torch.tensor(numbers)[:, None]))
+            fill(tensor, stated[name], generator(seed, "initial", f"{named[path]}.{name}"))
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, spec: InitSpec, random: torch.Generator) -> None:
+    """Fill a tensor with its initial values; random ones are drawn from a generator of the CPU."""
+    with torch.device("cpu"):  # the generator's, whatever torch's default device
+        match spec:
+            case Constant(value):
+                tensor.fill_(value)
+            case Normal(std, width, first):
+                draw_columns(tensor, std, width, first, random)
+            case Uniform(bound):
+                tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=random))
+            case OrthogonalRows():
+                tensor.copy_(orthogonal_rows(len(tensor), tensor.shape[1], random))
+            case Counting():
+                tensor.copy_(torch.arange(len(tensor)))
+            case Multipliers(numbers):
+                odd = 2 * torch.randint(2**31, tensor.shape, generator=random) + 1
+                tensor.copy_(odd * (torch.arange(tensor.shape[1]) < torch.tensor(numbers)[:, None]))
 
 
 def orthogonal_rows(rows: int, width: int, random: torch.Generator) -> torch.Tensor:

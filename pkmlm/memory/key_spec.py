@@ -4,7 +4,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pkmlm.memory.address import Addresses
-from pkmlm.memory.spec import Place, Section, Site, Spec, SpecError, TableOptim, TableSchedule, TableShape, key, size
+from pkmlm.memory.spec import (
+    MAX_INT,
+    Place,
+    Section,
+    Site,
+    Spec,
+    SpecError,
+    TableOptim,
+    TableSchedule,
+    TableShape,
+    key,
+    size,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +48,7 @@ class KeyedOptim(TableOptim):
     schedule: TableSchedule | None = key(
         "constant", "learning-rate schedule; null: that of optim; relative: that of optim, times a factor (`times`)"
     )
-    warmup_steps: int | None = key(0, "steps of linear warm-up; null: those of optim", ge=0)
+    warmup_steps: int | None = key(0, "steps of linear warm-up; null: those of optim", ge=0, le=MAX_INT)
     keys: KeysOptim = key(KeysOptim, "the keys: sub-keys, or flat keys")
 
 

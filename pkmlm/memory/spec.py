@@ -77,34 +77,35 @@ class Section:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for each in fields(self):
-            if expected := unfit(getattr(self, each.name), hints[each.name], each.metadata):
-                raise SpecError(each.name, f"found {getattr(self, each.name)!r}", expected)
+            if wrong := unfit(getattr(self, each.name), hints[each.name], each.metadata):
+                value, expected = wrong
+                raise SpecError(each.name, f"found {value!r}", expected)
 
 
-def unfit(value: Any, kind: Any, limits: Mapping[str, Any]) -> str | None:
-    """What a value of a type with limits should be; None: it is."""
+def unfit(value: Any, kind: Any, limits: Mapping[str, Any]) -> tuple[Any, str] | None:
+    """What is not of a type with limits, a value or an item of a tuple, and what it should be; None: it fits."""
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if value is None and NoneType in options:
         return None
     (kind,) = (option for option in options if option is not NoneType)
     args = get_args(kind)
     if get_origin(kind) is Literal:
-        return None if value in args and isinstance(value, str) else " or ".join(map(str, args))
+        return None if isinstance(value, str) and value in args else (value, " or ".join(map(str, args)))
     if get_origin(kind) is tuple:
         if not isinstance(value, tuple) or not (args[-1] is Ellipsis or len(value) == len(args)):
-            return "a list" if args[-1] is Ellipsis else f"a list of {len(args)}"
+            return value, "a list" if args[-1] is Ellipsis else f"a list of {len(args)}"
         return next(filter(None, (unfit(item, args[0], limits) for item in value)), None)
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        return TYPES.get(kind, "a mapping")
+        return value, TYPES.get(kind, "a mapping")
     if kind is float and not math.isfinite(value):
-        return "a number within 64-bit floating point"
+        return value, "a number within 64-bit floating point"
     broken = [
         text.format(limits[name])
         for name, (text, holds) in LIMITS.items()
         if name in limits and not holds(value, limits[name])
     ]
-    return broken[0] if broken else None
+    return (value, broken[0]) if broken else None
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,8 @@ class Values(nn.Module):
             raise ValueError("the table has an optimizer already (to make another, set its `gradient` to None first)")
 
     def init_spec(self) -> dict[str, InitSpec]:
+        if self.weight_KD is None:
+            return {}
         return {"weight_KD": Normal(self.std, self.width, self.ranks.rank * self.weight_KD.shape[1])}
 
     def forward(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class TokenIds(nn.Module):
     Args:
         vocab_size: V.
         lookback: what each of these memories needs; all of the same ids.
+        name: under which a cache keeps the ids.
 
     Attributes:
         ids_V: the id of each token, see `pkmlm.data.canonical`; 0: the token begins a document. It is the token's own
@@ -58,10 +59,11 @@ class TokenIds(nn.Module):
 
     ids_V: Tensor
 
-    def __init__(self, vocab_size: int, lookback: Iterable[Lookback]):
+    def __init__(self, vocab_size: int, lookback: Iterable[Lookback], name: str = "ids"):
         super().__init__()
         every = tuple(lookback)
         self.order, self.back = max(each.order for each in every), max(each.back for each in every)
+        self.name = name
         self.register_buffer("ids_V", torch.arange(vocab_size))
         self.tap = Tap()
 
@@ -83,7 +85,7 @@ class TokenIds(nn.Module):
         """
         ids_BS = self.ids_V[tokens_BT]
         if cache is not None:
-            ids_BS = cache.append("ids", ids_BS)
+            ids_BS = cache.append(self.name, ids_BS)
         total = ids_BS.shape[1]
         places_S = torch.arange(1, total + 1, device=ids_BS.device)
         if layout is None:

@@ -5,14 +5,16 @@ entries that are rotated.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
-from pkmlm.recipe.schema import Model
+
+if TYPE_CHECKING:
+    from pkmlm.recipe.schema import Model
 
 ROTARY_BASE = 10_000.0
 
@@ -40,13 +42,17 @@ class KVCache:
         whole.narrow(dim, self.length, x.shape[dim]).copy_(x)
         return whole.narrow(dim, 0, self.length + x.shape[dim])
 
+    def extend(self, block: int, k_BhTe: Tensor, v_BhTe: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the new positions' keys and values in a block, counted from 0; return those of all positions so far."""
+        return self.append(f"keys of block {block}", k_BhTe, 2), self.append(f"values of block {block}", v_BhTe, 2)
+
 
 class AttentionLayout(NamedTuple):
     """Positions and mask of tokens that are not a plain sequence, but several sequences in a row that share a prefix.
 
     Attributes:
         positions_BT: the position of each token.
-        mask_BTT: which tokens each token attends to (bool), itself included.
+        mask_BTT: which tokens each token attends to (bool), itself included; after a cache (B, T, S), of all so far.
     """
 
     positions_BT: Tensor
@@ -86,19 +92,19 @@ class Attention(nn.Module):
         efficient: maps q, k and v, each (B, h, T, e), to the attended values; None: softmax attention.
     """
 
-    def __init__(self, model: Model, qkv: nn.Module, out: nn.Module | None, index: int):
+    def __init__(self, model: "Model", qkv: nn.Module, out: nn.Module | None, index: int):
         super().__init__()
         self.heads, self.dropout, self.index = model.heads, model.dropout, index
         self.qkv, self.out = qkv, out
         self.efficient: nn.Module | None = None
-        options = model.attention_options
         match model.attention:
             case "linformer":
+                options = model.attention_options
                 self.efficient = Linformer(options.block, options.rank, model.dropout)
             case "cosformer":
                 self.efficient = CosFormer(model.context)
             case "performer":
-                self.efficient = Performer(model.dim // model.heads, options.features)
+                self.efficient = Performer(model.dim // model.heads, model.attention_options.features)
 
     def forward(
         self,
@@ -115,7 +121,7 @@ class Attention(nn.Module):
             more_BTD: what is added to the values of all heads, side by side.
             cos_sin: cosines and sines from `rotation`, for rotary positions; None: no rotation.
             cache: keys and values of the tokens before; the new ones are added to it.
-            layout: positions and mask of tokens that are not a plain sequence; excludes a cache.
+            layout: positions and mask of tokens that are not a plain sequence.
 
         Raises:
             ValueError: a cache or a layout with anything but a softmax.
@@ -140,11 +146,10 @@ class Attention(nn.Module):
         self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: KVCache | None, layout: AttentionLayout | None
     ) -> Tensor:
         if cache is not None:
-            k_BhTe = cache.append(f"keys of block {self.index}", k_BhTe, 2)
-            v_BhTe = cache.append(f"values of block {self.index}", v_BhTe, 2)
+            k_BhTe, v_BhTe = cache.extend(self.index, k_BhTe, v_BhTe)
         new, total = q_BhTe.shape[2], k_BhTe.shape[2]
         mask = None if layout is None else layout.mask_BTT[:, None]
-        if 1 < new < total:  # a chunk that continues a cache: no fast causal path for it
+        if mask is None and 1 < new < total:  # a chunk that continues a cache: no fast causal path for it
             mask = torch.ones(new, total, dtype=torch.bool, device=q_BhTe.device).tril(total - new)
         return scaled_dot_product_attention(
             q_BhTe,

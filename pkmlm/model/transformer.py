@@ -3,14 +3,14 @@
 B: sequences; T: positions; D: model width; V: vocabulary; C: positions of the context; w: rotated pairs of a head.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, get_args
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 
-from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import memory_errors
 from pkmlm.kernels.matmul import Linear, linear
 from pkmlm.memory.base import SparseMemory
@@ -21,7 +21,10 @@ from pkmlm.memory.table import Pool, Values, tables_of
 from pkmlm.memory.tokens import Past, TokenIds
 from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
 from pkmlm.model.loss import summed_loss
-from pkmlm.recipe.schema import Model, Recipe
+
+if TYPE_CHECKING:
+    from pkmlm.distributed import ProcessGroups
+    from pkmlm.recipe.schema import Model, Recipe
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
 Pasts = dict[str, Past]  # by the ids that a memory asks for: "canonical", "plain"
@@ -36,7 +39,7 @@ class FFN(nn.Module):
             root of the number of branches.
     """
 
-    def __init__(self, model: Model, share: float):
+    def __init__(self, model: "Model", share: float):
         super().__init__()
         inner = model.ffn_dim or 4 * model.dim
         self.up = Linear(model.dim, inner, bias=model.bias)
@@ -65,7 +68,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        model: Model,
+        model: "Model",
         attention: Attention,
         parts: dict[str, nn.Module],
         before: dict[str, SparseMemory] | None = None,
@@ -115,7 +118,76 @@ class Block(nn.Module):
         return z_BTD
 
 
-class Transformer(nn.Module):
+class Network(nn.Module):
+    """Tokens to hidden states: what a `Transformer` has in common with the network of an export.
+
+    Attributes:
+        token_ids: what memories need to know about the tokens, by the ids that they ask for: "canonical", "plain".
+    """
+
+    def assemble(self, model: "Model", vocab_size: int, blocks: list[Block], pools: dict[str, Pool]) -> None:
+        """Make its parts, without initial weights; the arguments are those of `Transformer`."""
+        self.context = model.context
+        self.rotary_width = model.rotary_width if model.positions == "rotary" else 0
+        self.embedding = uninitialized_embedding(vocab_size, model.dim)
+        self.positions = uninitialized_embedding(model.context, model.dim) if model.positions == "learned" else None
+        self.dropout = nn.Dropout(model.dropout)
+        self.blocks = nn.ModuleList(blocks)
+        self.pools = nn.ModuleDict({memory_key(name): pool for name, pool in pools.items()})
+        self.token_ids = nn.ModuleDict(token_ids(model, vocab_size))
+        self.norm = nn.LayerNorm(model.dim)
+
+    def states(
+        self,
+        tokens_BT: Tensor | None,
+        cache: KVCache | None = None,
+        layout: AttentionLayout | None = None,
+        *,
+        seen_BS: Tensor | None = None,
+        embedded_BTD: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """The residual stream before each block, and then the final norm's output: (B, T, D) each.
+
+        Args:
+            tokens_BT: int64, below V; None with `embedded_BTD`, if no memory looks rows up by them.
+            cache: keys and values of the tokens before; the new ones are added to it.
+            layout: positions (within the context) and mask of tokens that are not a plain sequence.
+            seen_BS: with a layout after a cache: which tokens so far the next one sees, for memories that look rows up
+                by the tokens.
+            embedded_BTD: what stands for the tokens' embeddings; None: these.
+
+        Raises:
+            ValueError: more positions than the context has.
+        """
+        x_BTD = self.embedding(tokens_BT) if embedded_BTD is None else embedded_BTD
+        start, length = (cache.length if cache else 0), x_BTD.shape[1]
+        if layout is None and start + length > self.context:
+            raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
+        if self.positions is not None:
+            at = slice(start, start + length) if layout is None else layout.positions_BT
+            x_BTD = x_BTD + self.positions.weight[at]
+        x_BTD = self.dropout(x_BTD)
+        cos_sin = None
+        if self.rotary_width:
+            in_order_T = torch.arange(start, start + length, device=x_BTD.device)
+            cos_sin = rotation(in_order_T if layout is None else layout.positions_BT[:, None], self.rotary_width)
+        order = layout if seen_BS is None else None
+        pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in self.token_ids.items()}
+        for block in self.blocks:
+            yield x_BTD
+            x_BTD = block(x_BTD, cos_sin, cache, layout, pasts)
+        if cache is not None:
+            cache.length += length
+        yield self.norm(x_BTD)
+
+    def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None, layout: AttentionLayout | None = None) -> Tensor:
+        """The final norm's output (B, T, D). The arguments are those of `states`; a layout excludes a cache."""
+        for x_BTD in self.states(tokens_BT, cache, layout):
+            last_BTD = x_BTD
+        return last_BTD
+
+
+class Transformer(Network):
     """Tokens to logits. Build it with `build_model`, which also draws its weights.
 
     Args:
@@ -123,53 +195,12 @@ class Transformer(nn.Module):
         vocab_size: rows of the embedding (V).
         blocks: the blocks, from the first to the last.
         pools: the tables that the layers of a memory share, by its name.
-
-    Attributes:
-        token_ids: what memories need to know about the tokens, by the ids that they ask for: "canonical", "plain".
     """
 
-    def __init__(self, model: Model, vocab_size: int, blocks: list[Block], pools: dict[str, Pool] | None = None):
+    def __init__(self, model: "Model", vocab_size: int, blocks: list[Block], pools: dict[str, Pool] | None = None):
         super().__init__()
-        self.context = model.context
-        self.rotary_width = model.rotary_width if model.positions == "rotary" else 0
-        self.embedding = uninitialized_embedding(vocab_size, model.dim)
-        self.positions = uninitialized_embedding(model.context, model.dim) if model.positions == "learned" else None
-        self.dropout = nn.Dropout(model.dropout)
-        self.blocks = nn.ModuleList(blocks)
-        self.pools = nn.ModuleDict({memory_key(name): pool for name, pool in (pools or {}).items()})
-        self.token_ids = nn.ModuleDict(token_ids(model, vocab_size))
-        self.norm = nn.LayerNorm(model.dim)
+        self.assemble(model, vocab_size, blocks, pools or {})
         self.untied_head = None if model.tie_embeddings else Linear(model.dim, vocab_size, bias=False)
-
-    def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None, layout: AttentionLayout | None = None) -> Tensor:
-        """The final norm's output (B, T, D).
-
-        Args:
-            tokens_BT: int64, below V.
-            cache: keys and values of the tokens before; the new ones are added to it.
-            layout: positions (within the context) and mask of tokens that are not a plain sequence; excludes a cache.
-
-        Raises:
-            ValueError: more positions than the context has.
-        """
-        start, length = (cache.length if cache else 0), tokens_BT.shape[1]
-        if layout is None and start + length > self.context:
-            raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
-        x_BTD = self.embedding(tokens_BT)
-        if self.positions is not None:
-            at = slice(start, start + length) if layout is None else layout.positions_BT
-            x_BTD = x_BTD + self.positions.weight[at]
-        x_BTD = self.dropout(x_BTD)
-        cos_sin = None
-        if self.rotary_width:
-            in_order_T = torch.arange(start, start + length, device=tokens_BT.device)
-            cos_sin = rotation(in_order_T if layout is None else layout.positions_BT[:, None], self.rotary_width)
-        pasts = {name: find(tokens_BT, cache, layout) for name, find in self.token_ids.items()}
-        for block in self.blocks:
-            x_BTD = block(x_BTD, cos_sin, cache, layout, pasts)
-        if cache is not None:
-            cache.length += length
-        return self.norm(x_BTD)
 
     def head(self, h_BTD: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""
@@ -201,16 +232,25 @@ def memory_key(name: str) -> str:
     return f"memory_{name}"
 
 
-def token_ids(model: Model, vocab_size: int) -> dict[str, TokenIds]:
+def kept_in_fp32(model: nn.Module) -> list[str]:
+    """The names of tensors that stay in fp32 in a model of half precision: all that memories have besides tables, and
+    the scales of tables in few bits. Rounded queries and keys would find other slots.
+    """
+    floats = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point()]
+    of_memories = [name for name in floats if re.search(r"\bmemory_", name) and not name.endswith("weight_KD")]
+    return [*of_memories, *(name for name in floats if name.endswith("scale_K") and name not in of_memories)]
+
+
+def token_ids(model: "Model", vocab_size: int) -> dict[str, TokenIds]:
     """What the memories of a model need to know about the tokens, by the ids that they ask for."""
     asked: dict[str, list[Lookback]] = {}
     for memory in model.memories.values():
         if (lookback := memory.lookback) is not None:
             asked.setdefault(lookback.ids, []).append(lookback)
-    return {ids: TokenIds(vocab_size, lookbacks) for ids, lookbacks in asked.items()}
+    return {ids: TokenIds(vocab_size, lookbacks, f"{ids} ids") for ids, lookbacks in asked.items()}
 
 
-def build_pools(model: Model) -> dict[str, Pool]:
+def build_pools(model: "Model") -> dict[str, Pool]:
     """The tables that the layers of each memory share, without initial weights, by its name."""
     found = {
         name: memory.new_pool(model.dim, tuple(memory.layer_places(model.layers)))
@@ -219,17 +259,16 @@ def build_pools(model: Model) -> dict[str, Pool]:
     return {name: pool for name, pool in found.items() if pool is not None}
 
 
-def build_block(recipe: Recipe, vocab_size: int, layer: int, micro_batches: int, pools: Mapping[str, Pool]) -> Block:
+def build_block(model: "Model", vocab_size: int, layer: int, micro_batches: int, pools: Mapping[str, Pool]) -> Block:
     """A block of a recipe's model, without initial weights.
 
     Args:
-        recipe: its `model` section is read.
+        model: the recipe's section.
         vocab_size: rows of the embedding.
         layer: counted from 1.
         micro_batches: forwards of an optimizer step, over which batch-normalised queries take their momentum.
         pools: of `build_pools`.
     """
-    model = recipe.model
     share = (2 * model.layers) ** -0.5
     momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / micro_batches)
     at: dict[Place, dict[str, Any]] = {place: {} for place in get_args(Place)}
@@ -243,6 +282,13 @@ def build_block(recipe: Recipe, vocab_size: int, layer: int, micro_batches: int,
         qkv, out = module, None
     parts = {**(at["ffn"] or {"ffn": FFN(model, share)}), **at["beside"]}
     return Block(model, Attention(model, qkv, out, layer - 1), parts, at["before"], at["values"])
+
+
+def build_parts(model: "Model", vocab_size: int, micro_batches: int = 1) -> tuple[list[Block], dict[str, Pool]]:
+    """The blocks of a recipe's model, and the tables that they share; the arguments are those of `build_block`."""
+    pools = build_pools(model)
+    layers = range(1, model.layers + 1)
+    return [build_block(model, vocab_size, layer, micro_batches, pools) for layer in layers], pools
 
 
 def streams(model: Transformer) -> dict[str, str]:
@@ -259,10 +305,10 @@ def streams(model: Transformer) -> dict[str, str]:
 
 
 def build_model(
-    recipe: Recipe,
+    recipe: "Recipe",
     vocab_size: int,
     device: str | torch.device = "cpu",
-    ranks: ProcessGroups | None = None,
+    ranks: "ProcessGroups | None" = None,
     *,
     init_weights: bool = True,
     table_bits: int | None = None,
@@ -271,7 +317,8 @@ def build_model(
 
     Memories that look rows up by the tokens know no tokenizer yet: to train them, fill the `ids_V` of `token_ids`.
 
-    A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`).
+    A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`,
+    with its `streams`).
 
     Args:
         recipe: a checked recipe.
@@ -286,9 +333,7 @@ def build_model(
     """
     with torch.device("meta"):
         micro_batches = recipe.micro_batches(ranks.world.size if ranks else 1)
-        pools, layers = build_pools(recipe.model), range(1, recipe.model.layers + 1)
-        blocks = [build_block(recipe, vocab_size, layer, micro_batches, pools) for layer in layers]
-        model = Transformer(recipe.model, vocab_size, blocks, pools)
+        model = Transformer(recipe.model, vocab_size, *build_parts(recipe.model, vocab_size, micro_batches))
         if ranks is not None:  # divide the tables, and let batch norms see the tokens of all ranks
             for module in model.modules():
                 if isinstance(module, Values):

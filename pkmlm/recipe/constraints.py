@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from pkmlm.errors import UserError
 from pkmlm.memory.spec import MAX_SLOTS, SpecError
+from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Model, Recipe
 
 MAX_PARAMETERS = 2**40
@@ -58,7 +59,7 @@ def check_memories(check: Check, model: Model) -> None:
     """Memories have names, can be built, and do not compete for a place."""
     taken: dict[tuple[int, str], str] = {}
     for name, memory in model.memories.items():
-        key = f"model.memories.{name}"
+        key = f"model.memories.{shorten(name)}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name) or name in TAKEN_NAMES:
             expected = f"at most 40 letters, digits, _ and -, a letter first, and not {' or '.join(TAKEN_NAMES)}"
             check.fail(key, "found this name", expected)
@@ -86,7 +87,9 @@ def check_division(check: Check, recipe: Recipe) -> None:
         check.fail("parallel.memory", f"{parts} ranks, but the model has no table to divide", "1", "model.memories")
     common = math.gcd(*widths)
     if widths and common % parts:
-        found = f"{parts} ranks cannot divide tables of {' and '.join(map(str, sorted(widths)))} columns"
+        *first, last = map(str, sorted(widths))
+        columns = f"{', '.join(first)} and {last}" if first else last
+        found = f"{parts} ranks cannot divide tables of {columns} columns"
         check.fail("parallel.memory", found, f"a divisor of {common}", "model.dim")
 
 
@@ -105,9 +108,8 @@ def check_ranks(recipe: Recipe, ranks: int, file: str) -> None:
         for table in memory.tables(recipe.model.dim, recipe.model.vocab_size or 1):
             if ranks > 1 and table.rows > MAX_SLOTS:
                 check.places = {**check.places, (key := f"model.memories.{name}.{table.key}"): file}
-                check.fail(
-                    key, f"{table.rows:.2g} rows in a table", f"at most {MAX_SLOTS:.2g} with more than one process"
-                )
+                expected = f"at most {MAX_SLOTS:,} with more than one process"
+                check.fail(key, f"{table.rows:,} rows in a table", expected)
     if ranks % parts:
         check.fail(
             "parallel.memory", f"{parts} does not divide the number of processes, {ranks}", f"a divisor of {ranks}"

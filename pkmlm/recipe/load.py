@@ -179,7 +179,7 @@ def bind_memories(node: Node, name: str, places: dict[str, str]) -> dict[str, An
         raise wrong(node, name, "names of memories, each with a kind and its keys")
     memories = {}
     for memory, child in node.value.items():
-        dotted = f"{name}.{memory}"
+        dotted = f"{name}.{shorten(memory)}"
         if child.is_null:
             continue
         if not isinstance(child.value, dict):
@@ -211,9 +211,9 @@ def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], known
         return kind(**values)
     except SpecError as error:
         at = next((entries[each] for each in (error.key, *error.others) if each in entries), node)
-        raise UserError(
-            f"{at.place}: {name}.{error.key}: {error.found} (expected {error.expected})", KEYS_HINT
-        ) from None
+        as_written = at is not node and isinstance(at.value, str) and not error.others
+        found = f"found {at.shown()}" if as_written else error.found
+        raise UserError(f"{at.place}: {name}.{error.key}: {found} (expected {error.expected})", KEYS_HINT) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key, *items = map(str, first["loc"])
@@ -227,16 +227,15 @@ def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], known
 
 
 def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, names: Sequence[str]) -> UserError:
-    """The error for an unknown key; suggests the keys of that name in other sections, or else the most similar one."""
+    """The error for an unknown key; suggests the most similar one, and those of that name in other sections."""
     if any(f"{name}.".startswith(f"{dotted}.") for name in names):
         hint = "write a: {b: ...} for a.b: ..."
         return UserError(f"{node.place}: {dotted}: found a key with dots (expected it nested)", hint)
     leaf = dotted.rpartition(".")[2]
     plain = leaf.lower().replace("_", "").replace("-", "")
-    found = [name for name in names if name.rpartition(".")[2].replace("_", "") == plain]
-    if not found:
-        near = difflib.get_close_matches(leaf, siblings, n=1)
-        found = [f"{section}.{near[0]}" if section else near[0]] if near else []
+    near = [f"{section}.{name}" if section else name for name in difflib.get_close_matches(leaf, siblings, n=1)]
+    same = [name for name in names if name.rpartition(".")[2].replace("_", "") == plain]
+    found = [*dict.fromkeys(near + same)]
     meant = f" (did you mean {' or '.join(found[:3])}?)" if found else ""
     return UserError(
         f"{node.place}: unknown key {shorten(dotted)}{meant}",

@@ -19,7 +19,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from pkmlm.memory.registry import SPECS
-from pkmlm.memory.spec import MAX_INT, Place, Schedule, Section, Spec, TableOptim
+from pkmlm.memory.spec import MAX_INT, Schedule, Section, Spec, TableOptim
+from pkmlm.recipe.shape import Shape
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -52,12 +53,8 @@ Clip = Annotated[float, Field(ge=0)]
 Epsilon = Annotated[float, Field(ge=1e-30)]  # less is 0 in fp32: unread rows would give 0 / 0
 
 
-LAYERS_SCHEMA = {
-    "anyOf": [
-        {"type": ["integer", "string"], "minimum": 1, "pattern": "^(all|(auto:)?[0-9]{1,9}[+]?)$"},
-        {"type": "array", "items": {"type": ["integer", "string"]}},
-    ]
-}
+LAYER_SCHEMA = {"type": ["integer", "string"], "minimum": 1, "pattern": "^(all|(auto:)?[0-9]{1,9}[+]?)$"}
+LAYERS_SCHEMA = {"anyOf": [LAYER_SCHEMA, {"type": "array", "items": LAYER_SCHEMA}]}
 Memories = dict[str, Spec]
 Folders = Annotated[tuple[str, ...], Field(min_length=1)]
 
@@ -81,10 +78,7 @@ def expectation(error: ErrorDetails) -> str:
 
 def memories_schema() -> dict[str, Any]:
     """The JSON Schema of `model.memories`: a union by kind; keys that a base recipe gives may be left out."""
-    kinds = [section_schema(spec) for spec in SPECS.values()]
-    for schema, kind in zip(kinds, SPECS, strict=True):
-        schema["properties"]["kind"] = {"const": kind}
-        schema["required"] = ["kind"]
+    kinds = [{**section_schema(spec), "required": ["kind"]} for spec in SPECS.values()]
     inherited = {"type": "object", "not": {"required": ["kind"]}}
     return {"type": ["object", "null"], "additionalProperties": {"anyOf": [*kinds, inherited, {"type": "null"}]}}
 
@@ -111,7 +105,7 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Model:
+class Model(Shape):
     vocab_size: Size | None = key(None, "vocabulary size, the rows of the embedding; null: the tokenizer's size")
     dim: Size = key(512, "width of the residual stream")
     layers: int = key(6, "transformer blocks", ge=1, le=10_000)
@@ -134,24 +128,6 @@ class Model:
     memories: dict[str, InstanceOf[Spec]] = Field(
         default_factory=dict, description="sparsely read memories, by name: each has a kind and the keys of that kind"
     )
-
-    @property
-    def rotary_width(self) -> int:
-        """How many of a head's dim / heads entries rotate; even in a checked recipe."""
-        return round(self.rotary_fraction * (self.dim // self.heads))
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of its memories, each once."""
-        return [*dict.fromkeys(memory.kind for memory in self.memories.values())]
-
-    def memory_places(self) -> dict[int, dict[str, tuple[Place, ...]]]:
-        """The memories in each layer that has one, and their places there: layer, from 1 -> name -> places."""
-        found: dict[int, dict[str, tuple[Place, ...]]] = {}
-        for name, memory in self.memories.items():
-            for layer, places in memory.layer_places(self.layers).items():
-                found.setdefault(layer, {})[name] = places
-        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -304,7 +280,7 @@ def list_keys(section: Any = Recipe, prefix: str = "") -> list[Key]:
         name, hint = f"{prefix}{field.name}", hints[field.name]
         if is_dataclass(hint):
             found += list_keys(hint, f"{name}.")
-        elif hint is Memories:
+        elif hint == Memories:
             found += [each for kind, spec in SPECS.items() for each in list_keys(spec, f"{name}.<{kind}>.")]
         else:
             default, text = described(section, field)
@@ -339,6 +315,7 @@ def json_schema() -> dict[str, Any]:
     schema = TypeAdapter(Recipe).json_schema(schema_generator=UntitledJsonSchema)
     memories = schema["$defs"]["Model"]["properties"]["memories"]
     memories.update(memories_schema() | {"description": memories["description"]})
+    del schema["$defs"]["Spec"]
     base = {"type": "string", "description": "recipe to inherit from, relative to this file's folder"}
     schema["properties"] = {"base": base, **schema["properties"]}
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": "pkmlm recipe"}
@@ -348,12 +325,13 @@ def section_schema(section: Any) -> dict[str, Any]:
     """The JSON Schema of a memory's keys, or of a section of them."""
     hints, properties = get_type_hints(section), {}
     for field in fields(section):
+        default, text = described(section, field)
         if is_dataclass(hints[field.name]):
-            properties[field.name] = section_schema(hints[field.name])
+            schema = section_schema(hints[field.name])
         else:
-            default, text = described(section, field)
-            schema = value_schema(hints[field.name], field.metadata)
-            properties[field.name] = {**schema, "default": default, "description": text}
+            default = [*default] if isinstance(default, tuple) else default
+            schema = {**value_schema(hints[field.name], field.metadata), "default": default}
+        properties[field.name] = {**schema, "description": text}
     if "kind" in properties:
         properties["layers"] = {**properties["layers"], **LAYERS_SCHEMA}
     return {"type": "object", "properties": properties, "additionalProperties": False}

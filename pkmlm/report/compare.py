@@ -130,7 +130,7 @@ class Comparison:
             steps, decay = recipe.train.steps, recipe.optim.decay_steps
             train, optim = replace(recipe.train, seed=0, steps=1), replace(recipe.optim, decay_steps=0)
             seeds = tuple(run["seed"] for run in group.runs)
-            family = families.setdefault((replace(recipe, train=train, optim=optim), seeds), [])
+            family = families.setdefault((recipe_sha256(replace(recipe, train=train, optim=optim)), seeds), [])
             family.append((decay, -steps, group.name))
         found: dict[str, list[str]] = {}
         for family in families.values():
@@ -217,7 +217,7 @@ def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> lis
     alike: dict[Any, list[Facts]] = {}
     for run in facts:
         text = (run["tokenizer"], run["train_tokens_sha256"], run["valid_tokens_sha256"])
-        settings = (without_seed(runs[run["run"]].recipe()), text)
+        settings = (seedless(runs[run["run"]].recipe()), text)
         alike.setdefault(settings if run["status"] in ("finished", "patience") else run["run"], []).append(run)
     parts: list[list[Facts]] = []
     for found in alike.values():
@@ -236,8 +236,9 @@ def common_name(names: Sequence[str]) -> str:
     return f"{start}{{{','.join(rest.removesuffix(end) for rest in rests)}}}{end}"
 
 
-def without_seed(recipe: Recipe) -> Recipe:
-    return replace(recipe, train=replace(recipe.train, seed=0))
+def seedless(recipe: Recipe) -> str:
+    """What recipes that differ at most in their seed have in common: a digest."""
+    return recipe_sha256(replace(recipe, train=replace(recipe.train, seed=0)))
 
 
 def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> tuple[dict[str, float], list[str]]:
@@ -259,12 +260,10 @@ def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> tuple[dict[str, floa
             continue
         timed = {speed["recipe"]: median(speed["tokens_per_second"]) for speed in speeds}
         models = {
-            without_seed(recipe): timed[sha256]
-            for recipe in recipes.values()
-            if (sha256 := recipe_sha256(recipe)) in timed
+            seedless(recipe): timed[sha256] for recipe in recipes.values() if (sha256 := recipe_sha256(recipe)) in timed
         }
         if models:
-            known = {label: models.get(without_seed(recipe)) for label, recipe in recipes.items()}
+            known = {label: models.get(seedless(recipe)) for label, recipe in recipes.items()}
             found.append({label: speed for label, speed in known.items() if speed is not None})
     return found[0] if len(found) == 1 else {}, warnings
 
@@ -280,7 +279,7 @@ def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts], evaluation
     valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl, test_bits_per_byte (of the
     evaluation of the test split at the highest step), test_text_sha256 (of what it read), tasks_step, tasks ({name:
     {"acc", ...}}, see `task_scores`), usage_step, usage (memories of the usage report of the test split at the highest
-    step). The kind is dense, hash, the kind of memory, ngram, or several of them joined by " + ".
+    step). The kind is dense, or those of its memories, joined by " + ".
     """
     recorded, recipe, latest = run.facts(), run.recipe(), run.of_latest(read_progress)
     parameters = latest.parameters if latest else recorded.get("parameters") or {}

@@ -62,7 +62,7 @@ def value_at(found: Any, path: Sequence[str]) -> float | None:
 
 def by_table(usage: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The memories of a usage report, with a pool as one memory in place of the layers that read it."""
-    return [memory for memory in usage if not memory.get("pool") or memory["name"] == "pool"]
+    return [memory for memory in usage if not memory.get("pool") or memory["layer"] is None]
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from pkmlm.errors import printable
 from pkmlm.measure.slots import PageSlots, SlotDetails, Word, count_patterns
 from pkmlm.measure.usage import MemoryUsage
+from pkmlm.memory.address import memory_label
+from pkmlm.memory.registry import SPECS
 from pkmlm.report.plots import sorted_mass, training_lines, uniform_mass
 from pkmlm.report.tables import pattern_text
 from pkmlm.report.usage_report import RunUsage
@@ -51,9 +53,12 @@ def usage_page(reports: Sequence[RunUsage]) -> str:
 
 
 def memory_data(memory: MemoryUsage, slots: PageSlots) -> dict[str, Any]:
-    """One memory's arrays and slots."""
-    read = memory.masses_S.any()
+    """One memory's label, the words for its kind, its arrays and slots."""
+    read, spec = memory.masses_S.any(), SPECS[memory.kind]
     return {
+        "label": memory.label,
+        "title": spec.title,
+        "unit": spec.unit,
         "counts": array_data(memory.counts_S.astype(np.uint32 if memory.counts_S.max() < 2**32 else np.uint64)),
         "mass": mass_data(memory.masses_S),
         "sorted": [part.tolist() for part in sorted_mass(memory)] if read else None,
@@ -96,14 +101,15 @@ def slot_data(slot: SlotDetails) -> dict[str, Any]:
 
 
 def training_data(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By "layer name": usage and KL at each validation, and the drift records."""
+    """By the label of a memory: usage and KL at each validation, and the drift records."""
     lines = training_lines(metrics)
     drift: dict[str, list[dict[str, Any]]] = {}
     for event in metrics:
         for numbers in event.get("memories") or [] if event["event"] == "drift" else []:
-            where = f"{numbers['layer']} {numbers['name']}"
-            drift.setdefault(where, []).append({"step": event["step"], "since": event["since"], **numbers})
-    return {"valid": {f"{layer} {name}": points.T.tolist() for (layer, name), points in lines.items()}, "drift": drift}
+            drift.setdefault(memory_label(numbers), []).append(
+                {"step": event["step"], "since": event["since"], **numbers}
+            )
+    return {"valid": {label: points.T.tolist() for (_, label), points in lines.items()}, "drift": drift}
 
 
 def array_data(array: NDArray[Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ would keep global state.
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 
 from pkmlm.errors import printable
 from pkmlm.files import make_folder, writing
-from pkmlm.measure.usage import MemoryUsage, memory_label, reads_of_a_slot
+from pkmlm.measure.usage import MemoryUsage, reads_of_a_slot
+from pkmlm.memory.address import memory_label
+from pkmlm.memory.registry import SPECS
 from pkmlm.report.compare import Comparison
 from pkmlm.report.metrics import mean
 from pkmlm.runs.results import validations
@@ -48,10 +50,6 @@ OVER_TOKENS = {  # the panels of `over_tokens`, and the labels of their y axes
     "kl": "KL (nats)",
     "effective": "effective reads",
     "dead": "dead slots (%)",
-}
-TABLES = {  # by the kind of memory: what a row of its tables is called, and what all rows are called in a title
-    "hash": ("bucket", "Hash buckets"),
-    "ngram": ("row", "Rows of n-gram tables"),
 }
 AXES = {
     "steps": "step",
@@ -140,13 +138,15 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
     figures: dict[str, Figure] = {"slot-mass": slot_mass(run, read, look)} if read else {}
     for memory in read:
         where = memory.label.replace(" ", "-")
-        if memory.subkeys is not None:
+        if memory.addresses.subkeys is not None:
             figures[f"map-{where}"] = key_map(run, memory, look)
         if memory.overlap_HH is not None:
             figures[f"overlap-{where}"] = head_overlap(run, memory, memory.overlap_HH, look)
     tables = [memory for memory in read if not memory.shared]
-    for (layer, kind), block in groupby(tables, key=lambda memory: (memory.layer, memory.kind)):
-        figures[f"{TABLES[kind][0]}s-layer-{layer}"] = table_reads(run, layer, list(block), look)
+    for where, parts in groupby(tables, key=lambda memory: replace(memory, part="").label):
+        block = list(parts)
+        unit = SPECS[block[0].kind].unit
+        figures[f"{unit}s-{where.replace(' ', '-')}"] = table_reads(run, where, block, look)
     training = usage_over_training(run, metrics, look)
     if training is not None:
         figures["usage-over-training"] = training
@@ -164,7 +164,7 @@ def draw_probes(folder: Path, record: Mapping[str, Any], look: Look) -> list[Pat
     """
     found = []
     for memory in record["memories"]:
-        where = memory_label(memory["layer"], memory["name"]).replace(" ", "-")
+        where = memory_label(memory).replace(" ", "-")
         name = f"{file_name(record['run'])}-probe-{where}"
         found += look.save(folder, name, probe_bars(record, memory, look))
     return found
@@ -211,7 +211,7 @@ def draw_comparison(
 
 def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:
     """A bar for each probe of a memory: its nats above the real ones, with intervals; lines at dense twins."""
-    where = memory_label(memory["layer"], memory["name"])
+    where = memory_label(memory)
     figure, axes = look.plot(f"In place of the memory's output: {label(record['run'])}, {where}")
     names, probes = list(memory["probes"]), list(memory["probes"].values())
     nats = np.array([probe["nats"] for probe in probes])
@@ -239,7 +239,7 @@ def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look)
 
 def slot_mass(run: str, memories: Sequence[MemoryUsage], look: Look) -> Figure:
     """Each slot's share of the mass, most used first, and the same for reads of random slots."""
-    indices, layers_drawn = spread([memory.layer for memory in memories])
+    indices, layers_drawn = spread([memory.layer or 0 for memory in memories])
     chosen = [memories[index] for index in indices]
     figure, axes = look.plot(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
@@ -254,8 +254,8 @@ def slot_mass(run: str, memories: Sequence[MemoryUsage], look: Look) -> Figure:
 
 
 def key_map(run: str, memory: MemoryUsage, look: Look) -> Figure:
-    """Mass of the n x n product keys, relative to uniform, over the sub-keys of both halves."""
-    n = memory.subkeys or 1
+    """Mass of the n x n slots, relative to uniform, over the sub-keys of both halves."""
+    n = memory.addresses.subkeys or 1
     starts = np.arange(0, n, -(-n // MOST_PIXELS))
     size = np.diff(np.append(starts, n))
     mass = memory.masses_S.reshape(n, n)
@@ -264,7 +264,7 @@ def key_map(run: str, memory: MemoryUsage, look: Look) -> Figure:
     used = relative[relative > 0]
     low, high = float(np.percentile(used, 0.5)), float(used.max())
     unread = "; grey: never read" if used.size < relative.size else ""
-    figure, axes = look.plot(f"Product keys in use: {label(run)}, {memory.label}", height=0.8)
+    figure, axes = look.plot(f"{SPECS[memory.kind].title} in use: {label(run)}, {memory.label}", height=0.8)
     figure.set_layout_engine("compressed")
     axes.set_facecolor(UNREAD)
     image = axes.imshow(
@@ -302,12 +302,17 @@ def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64],
     return figure
 
 
-def table_reads(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -> Figure:
-    """How often each row is read, in the first and the last table of each hash layer (MemoryFormer figure 4) or n-gram
-    memory. All panels have the same logarithmic scale, so that both a row read once and the most read row are visible.
+def table_reads(run: str, where: str, memories: Sequence[MemoryUsage], look: Look) -> Figure:
+    """How often each row is read, in the first and the last table of each part of a memory in a layer (MemoryFormer
+    figure 4). All panels have the same logarithmic scale, so that both a row read once and the most read row are
+    visible.
+
+    Args:
+        where: the label of the memory in the layer, for the title.
+        memories: its parts.
     """
-    row_name, what = TABLES[memories[0].kind]
-    figure = look.figure(f"{what}, layer {layer}: {label(run)}", height=0.1 + 0.28 * len(memories))
+    spec = SPECS[memories[0].kind]
+    figure = look.figure(f"{spec.title}, {where}: {label(run)}", height=0.1 + 0.28 * len(memories))
     both = any(memory.heads > 1 for memory in memories)
     grid = figure.subplots(len(memories), 2 if both else 1, squeeze=False, sharey=True)
     least = min(100 / float(memory.counts_HK.sum(axis=1).max()) for memory in memories)  # one read (%)
@@ -319,12 +324,12 @@ def table_reads(run: str, layer: int, memories: Sequence[MemoryUsage], look: Loo
             edges = np.arange(len(counts) + 1)
             axes.stairs(share, edges, baseline=least / 2, fill=True, color=COLOURS[0], linewidth=0.3, label="read")
             axes.axhline(100 / len(counts), color=COLOURS[1], linestyle="--", linewidth=1, label="uniform")
-            axes.set_title(f"{memory.name}, table {table + 1} of {memory.heads}", fontsize=SMALL)
+            axes.set_title(f"{memory.part or memory.memory}, table {table + 1} of {memory.heads}", fontsize=SMALL)
             axes.set(xlim=(0, len(counts)), yscale="log", ylim=(least / 2, None))
         for axes in row[len(tables) :]:
             axes.set_visible(False)
     for axes in grid[-1]:
-        axes.set_xlabel(row_name)
+        axes.set_xlabel(spec.unit)
     figure.supylabel("reads (%)", fontsize=8)
     legend(figure)
     return figure
@@ -342,7 +347,7 @@ def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None
     for number, (layer, name) in enumerate(names[index] for index in indices):
         step, usage, kl, random_usage, random_kl = lines[layer, name].T
         style = line_style(number) | {"marker": "o"}
-        upper.plot(step, 100 * usage, **style, label=memory_label(layer, name))
+        upper.plot(step, 100 * usage, **style, label=name)
         lower.plot(step, kl, **style)
         for axes, floor in ((upper, 100 * random_usage), (lower, random_kl)):
             axes.plot(step, floor, color=style["color"], linewidth=0.8, linestyle=":")
@@ -468,7 +473,7 @@ def over_tokens(
 
 def token_lines(per_step: float, metrics: Metrics) -> dict[str, NDArray[np.float64]]:
     """The points (n, 2) of a run in each panel of `OVER_TOKENS` but the lead; for several memories the mean, without
-    their pool.
+    their pools.
     """
     measured: dict[str, list[tuple[float, float]]] = {panel: [] for panel in ("usage", "kl", "effective", "dead")}
     validated = validations(metrics)
@@ -517,14 +522,16 @@ def uniform_mass(memory: MemoryUsage) -> Line:
 
 
 def training_lines(metrics: Metrics) -> dict[tuple[int, str], NDArray[np.float64]]:
-    """By the layer and name of a memory: step, usage, KL, and both of random reading at each validation, (n, 5)."""
+    """By the layer (0: several) and the label of a memory: step, usage, KL, and both of random reading at each
+    validation, (n, 5).
+    """
     lines: dict[tuple[int, str], list[tuple[float, ...]]] = {}
     for event in validations(metrics):
         for entry in event.get("usage") or ():
             floor = entry["uniform"]
             if entry.get("kl") is not None and floor.get("kl") is not None:
                 point = (event["step"], entry["usage"], entry["kl"], floor["usage"], floor["kl"])
-                lines.setdefault((entry["layer"], entry["name"]), []).append(point)
+                lines.setdefault((entry["layer"] or 0, memory_label(entry)), []).append(point)
     return {memory: np.array(points) for memory, points in lines.items()}
 
 

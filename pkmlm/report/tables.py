@@ -3,7 +3,6 @@
 Each table is made from what the report prints as JSON, and needs no torch.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -11,6 +10,7 @@ from typing import Any
 
 from pkmlm.console import SHARE, Column, Table, number
 from pkmlm.errors import printable
+from pkmlm.memory.address import memory_label
 from pkmlm.report.compare import Group, flat_facts, shared_tasks
 from pkmlm.report.dense_equivalent import Equivalent
 from pkmlm.report.equal import Equal
@@ -44,9 +44,9 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     rows: dict[str, list[list[Any]]] = defaultdict(list)
     for entry in entries:
         for each in entry.get("ngrams") or ():
-            rows["ngrams"].append([entry["run"]] * several + [str(each["layer"])] + [each[key] for key in ALONE])
+            rows["ngrams"].append([entry["run"]] * several + [_where(each)] + [each[key] for key in ALONE])
         tokens = entry["memories"][0]["tokens"] if entry["memories"] else None
-        memories = sum("layers" not in memory for memory in entry["memories"])  # a pool is not counted
+        memories = len({memory["memory"] for memory in entry["memories"]})
         rows["texts"].append([entry["run"], entry["step"], entry["split"], tokens, memories])
         for memory in entry["memories"]:
             start = [entry["run"]] * several + [_where(memory)]
@@ -95,13 +95,13 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
 
 def usage_rows(entries: Sequence[Entry]) -> Table:
     """One row per memory with every number but those of its heads, for CSV."""
-    facts = ("layer", "name", "kind", "slots", "tokens", "reads")
+    facts = ("memory", "layer", "part", "kind", "slots", "tokens", "reads")
     more = ("effective", "top_weight", "head_overlap", "head_overlap_uniform", "layer_overlap")
     groups = {"uniform": FLOORED, "uniform_mass": FLOORED, "mass": EVENNESS, "count": EVENNESS}
     names = [*facts, *(f"{group}_{key}" for group, keys in groups.items() for key in keys), *more]
     rows = [
         [entry["run"], entry["step"], entry["split"]]
-        + [memory[key] for key in facts]
+        + [memory.get(key) for key in facts]
         + [memory[group][key] for group, keys in groups.items() for key in keys]
         + [memory.get(key) for key in more]
         for entry in entries
@@ -110,16 +110,10 @@ def usage_rows(entries: Sequence[Entry]) -> Table:
     return Table("", [Column(name) for name in ("run", "step", "split", *names)], rows)
 
 
-def table_label(path: str) -> str:
-    """The name of a table in reports, from its path in the model: "3 memory" for "blocks.2.parts.memory.values"."""
-    found = re.fullmatch(r"blocks\.(\d+)\.(?:parts\.)?(.+)", path)
-    return f"{int(found[1]) + 1} {found[2].removesuffix('.values').replace('.', ' ')}" if found else path
-
-
 def background_table(record: Entry) -> Table:
     """What a background holds: for each table, how its slots are read over batches."""
     keys = ("slots", "read", "every_batch", "mean_batches")
-    rows = [[table_label(each["table"]), *(each[key] for key in keys)] for each in record["tables"]]
+    rows = [[_table(each), *(each[key] for key in keys)] for each in record["tables"]]
     title = f"Slots over {record['batches']:,} batches of {record['batch_tokens']:,} tokens"
     where = f"{record['run']} at step {record['step']}, {record['split']}"
     columns = [Column("Table"), *numbers(COUNT, "Slots", "Read", "In every batch"), number("Batches a slot", "{:,.1f}")]
@@ -290,9 +284,15 @@ def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equiv
     return Table("", [Column(name) for name in names], [[record.get(name) for name in names] for record in records])
 
 
-def _where(memory: Entry) -> str:
-    """The layer and the name of a memory; only the name of a pool, and of memories that are probed together."""
-    return f"{memory['layer']} {memory['name']}" if memory["layer"] else str(memory["name"])
+def _where(entry: Entry) -> str:
+    """What tables call the memory of an entry: "3 facts"; only "facts" for several layers."""
+    return memory_label(entry).removeprefix("layer ")
+
+
+def _table(entry: Entry) -> str:
+    """What tables call one table of a memory: "3 facts", or "3 experts inputs" where it is not that of the values."""
+    name = entry["table"].rpartition(".")[2]
+    return _where(entry) if name == "values" else f"{_where(entry)} {name}"
 
 
 def most_read_table(record: Entry) -> Table:
@@ -329,8 +329,7 @@ def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
     tables = [Table(f"Slot {slot['name']}: {_slots_title(record)}", columns, [row])]
     if slot["raises"] is not None:
         later = f"{later_blocks} later layer{'s' if later_blocks > 1 else ''}" if later_blocks else ""
-        gate, activation = "gate" if record["gated"] else "", "activation" if record["kind"] == "peer" else ""
-        left_out = ", ".join(filter(None, (later, gate, activation)))
+        left_out = ", ".join(filter(None, (later, *record["left_out"])))
         note = f" (approximate: {left_out} left out)" if left_out else ""
         words = [
             [quoted(up["token"]), up["logit"], quoted(down["token"]), down["logit"]]
@@ -340,7 +339,7 @@ def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
         tables.append(Table(f"What its value says{note}", columns, words))
     if "ngrams" in record:
         found = [[each["count"], " ".join(map(quoted, each["tokens"]))] for each in record["ngrams"]]
-        title = "N-grams of the text that fall into this row, by the first token of each canonical id"
+        title = "N-grams of the text that fall into this row, by the first token of each id"
         tables.append(Table(title, [number("Seen"), Column("Tokens")], found))
     contexts = [
         [context["weight"], context["document"], context["place"], "{before}[{token}]{after}".format(**context)]
@@ -386,8 +385,8 @@ def quoted(token: str) -> str:
 
 
 def _slots_title(record: Entry) -> str:
-    gate = ", behind a gate" if record["gated"] else ""
-    where = f"{record['run']} at step {record['step']}, layer {record['layer']} {record['name']}{gate}"
+    gate = ", behind a gate" if "gate" in record["left_out"] else ""
+    where = f"{record['run']} at step {record['step']}, {memory_label(record)}{gate}"
     return where + (f", {record['split']}" if "split" in record else "")
 
 
@@ -432,7 +431,7 @@ def probe_notes(record: Entry) -> str:
     if interval["units"] > 1:
         notes.append(f"from, to: {interval['level']:.0%} bootstrap over {interval['units']:,} {interval['over']}")
     zero, token, bigram = (memory["probes"][name] for name in ("zero", "token_mean", "bigram_mean"))
-    what = "All memories are" if memory["name"] == "all" else "The memory is"
+    what = "All memories are" if memory["memory"] == "all" else "The memory is"
     if zero["share"] is None:
         harms = zero["high"] is not None and zero["high"] < 0
         worth = "worse than nothing" if harms else "worth nothing"

@@ -18,7 +18,8 @@ from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
 from pkmlm.files import MANIFEST, entry_of, json_text, read_json, sha256_of
-from pkmlm.measure.usage import MemoryUsage, with_pool
+from pkmlm.measure.usage import MemoryUsage, with_pools
+from pkmlm.memory.address import Addresses
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest, read_checkpoint_manifest
 from pkmlm.runs.results import read_usage, usage_stem, write_arrays, write_usage
@@ -75,7 +76,7 @@ def run_or_export(path: str) -> RunDirectory:
 
 
 def has_memory(run: RunDirectory) -> bool:
-    """Whether the model of a run or an export, or what is attached to a model, has a memory or hash tables."""
+    """Whether the model of a run or an export, or what is attached to a model, has a memory."""
     if (run.path / ATTACHED).is_file():
         facts = read_json(run.path / ATTACHED, "the attached memory's description", exit_code=1, schema=dict[str, Any])
         return facts.get("kind") != "dense"
@@ -97,7 +98,7 @@ def usage_reports(runs: Mapping[str, RunDirectory], steps: Sequence[str], readin
     """
     if not any(has_memory(run) for run in runs.values()):
         what = f"{', '.join(runs)}: the model has no memory to report on"
-        raise UserError(what, "give a run with a memory or hash tables")
+        raise UserError(what, "give a run with a memory")
     world = reading.world
     if reading.details and world and world.rank > 0:
         return []
@@ -157,7 +158,7 @@ def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     """Make a report by reading the text."""
     from pkmlm.evaluate.load import load_on_all_ranks
     from pkmlm.measure.measure_usage import measure_usage
-    from pkmlm.measure.ngrams import NGrams, all_collisions
+    from pkmlm.measure.ngrams import all_collisions, ngrams_of
     from pkmlm.measure.slots import PageSlots, index_slots, page_slots
 
     choice, quiet, world, details, base = reading
@@ -165,17 +166,19 @@ def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     documents = chosen_documents(choice, loaded)
     quiet = quiet or (world is not None and world.rank > 0)
     slots: list[PageSlots] = []
-    ngrams = NGrams(loaded.model)
+    ngrams = ngrams_of(loaded.model)
     with token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance:
         if details:
             indexes = index_slots(loaded, documents, advance)
-            memories = with_pool([index.usage for index in indexes])
+            memories = with_pools([index.usage for index in indexes])
             ngrams = indexes[0].ngrams if indexes else ngrams
         else:
             memories = measure_usage(loaded, documents, advance, world, ngrams)
     if details and memories:
         slots = page_slots(loaded, indexes, chosen_documents(choice, loaded))
-        slots += [PageSlots([], None, [])] * (len(memories) - len(indexes))  # a pool's slots are shown with its layers
+        slots += [PageSlots([], None, [])] * (
+            len(memories) - len(indexes)
+        )  # the slots of pools are shown with their layers
     entry = {
         "run": loaded.name,
         "step": loaded.step,
@@ -184,8 +187,8 @@ def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
         "memories": [memory.as_json() for memory in memories],
         "warnings": list(documents.warnings),
     }
-    if loaded.model.ngram_ids is not None:
-        entry["ngrams"] = all_collisions(loaded.model, ngrams)
+    if found := all_collisions(loaded.model, ngrams):
+        entry["ngrams"] = found
     return RunUsage(run, entry, memories, slots)
 
 
@@ -208,20 +211,22 @@ def load_usage(stem: Path, checkpoint: str, source: dict[str, Any]) -> tuple[dic
     entry, arrays = kept_files
     memories = []
     for number, facts in enumerate(entry["memories"]):
-        fields = {key: facts[key] for key in ("layer", "name", "kind", "tokens")}
+        fields = {key: facts[key] for key in ("memory", "layer", "kind", "tokens")}
         fields |= {name: arrays[f"{number}-{name}"] for name in ARRAYS}
         fields |= {name: arrays.get(f"{number}-{name}") for name in MAYBE}
-        memories.append(MemoryUsage(**fields, pool=tuple(facts.get("pool", ()))))
+        addresses = Addresses(facts["slots"], **facts["addresses"])
+        pool, part = tuple(facts.get("pool", ())), facts.get("part", "")
+        memories.append(MemoryUsage(**fields, addresses=addresses, pool=pool, part=part))
     return entry, memories
 
 
 def export_usage(path: Path, report: RunUsage) -> None:
     """Write how memories are used on a text as arrays (.npz), for methods that choose slots by their use.
 
-    For each memory, by layer and name ("3.memory", "1.ffn2"):
-        3.memory.counts   int64 (heads, slots): reads of each slot by each head (hash layers: (tables, buckets))
-        3.memory.masses   float64, same shape: the sum of the absolute values of their weights
-        3.memory.tokens   int64: positions that were counted
+    For each memory, by layer, name and part ("3.pkm", "1.tables.ffn2"; a table that layers share: "plus"):
+        3.pkm.counts   int64 (heads, slots): reads of each slot by each head (of tables: (tables, rows))
+        3.pkm.masses   float64, same shape: the sum of the absolute values of their weights
+        3.pkm.tokens   int64: positions that were counted
     and for the report: run, step, split, and sha256 (of the checkpoint's or the export's manifest, which lists the
     sha256 of every file; if an export has none, as `transformers` saves it, of what the manifest would say).
     """
@@ -237,7 +242,7 @@ def export_usage(path: Path, report: RunUsage) -> None:
         "sha256": np.array(sha256)
     }
     for memory in report.memories:
-        where = f"{memory.layer}.{memory.name}"
+        where = memory.label.removeprefix("layer ").replace(" ", ".")
         arrays[f"{where}.counts"], arrays[f"{where}.masses"] = memory.counts_HK, memory.masses_HK
         arrays[f"{where}.tokens"] = np.array(memory.tokens)
     write_arrays(path, arrays)

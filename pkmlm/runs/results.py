@@ -65,17 +65,24 @@ class Scores(TypedDict):
     bits_per_byte: NotRequired[MaybeNumber]
 
 
+class MemoryEntry(TypedDict):
+    """What each entry begins with: see `pkmlm.memory.address.entry_of`."""
+
+    memory: str
+    layer: int | None
+    kind: str
+    part: NotRequired[str]
+
+
 class UniformUsage(TypedDict):
     """The share of slots that as many random reads would use."""
 
     usage: Number
 
 
-class ValidationReads(TypedDict):
+class ValidationReads(MemoryEntry):
     """How a validation read a memory."""
 
-    layer: int
-    name: str
     usage: Number
     kl: MaybeNumber
     uniform: UniformUsage
@@ -94,11 +101,9 @@ class Event(Scores):
     usage: NotRequired[list[ValidationReads]]
 
 
-class MemoryDrift(TypedDict):
+class MemoryDrift(MemoryEntry):
     """How training has read and moved a memory since the record before."""
 
-    layer: int
-    name: str
     slots: int
     read: int
     died: int
@@ -183,12 +188,18 @@ class MassMeasure(Measure):
     gini: MaybeNumber
 
 
-class MemoryReport(TypedDict):
+class SlotAddresses(TypedDict):
+    """How slots are called: see `pkmlm.memory.address.Addresses`."""
+
+    columns: int | None
+    tables: bool
+
+
+class MemoryReport(MemoryEntry):
     """How a text read a memory."""
 
-    layer: int
-    name: str
-    slots: Number
+    slots: int
+    addresses: SlotAddresses
     mass: MassMeasure
     uniform: Measure
     uniform_mass: Measure
@@ -197,10 +208,9 @@ class MemoryReport(TypedDict):
     pool: NotRequired[list[int]]
 
 
-class NGramReport(TypedDict):
-    """What a usage report says about the n-grams of one order that the memory of a layer has read."""
+class NGramReport(MemoryEntry):
+    """What a usage report says about the n-grams of one order that a memory has read."""
 
-    layer: int
     order: int
     distinct: int
     rows: int

@@ -64,7 +64,7 @@ def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
     spec = recipe.finetune
     chosen = "" if spec.slots == "all" else f", of each table the first {spec.top:,} slots of a step by {spec.slots}"
-    trains = "values of the memory alone" if train.only == "values" else "all parameters"
+    trains = "tables of the memories alone" if train.only == "values" else "all parameters"
     return [
         f"recipe       {recipe.name}",
         f"device       {settings.device}, {settings.precision} ({settings.reason})",

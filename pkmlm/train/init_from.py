@@ -12,16 +12,16 @@ from pkmlm.errors import UserError
 from pkmlm.files import sha256_of
 from pkmlm.memory.init import initialise
 from pkmlm.memory.table import table_ranks
-from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import flatten, scalar_text
+from pkmlm.model.transformer import Transformer, build_model, streams
+from pkmlm.recipe.schema import Model, flatten, scalar_text
 from pkmlm.runs.checkpoint import check_weights, load_weights, verify
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest, read_progress
 from pkmlm.train.job import Job
 
 HEAD = "untied_head.weight"
-# Keys that change what a model computes from its weights, but not the shape of a tensor.
-SHAPELESS = {"model.heads", "model.residual", "model.activation", "model.rotary_fraction", "model.attention"}
+IDS = "token_ids."  # which the tokenizer gives, whatever a checkpoint holds
+SHAPELESS = {"model.heads", "model.residual", "model.activation", "model.attention"}
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def load_init_from(job: Job, model: Transformer, step: int) -> None:
         weights, tables = model.state_dict(), table_ranks(model)
         missing, _ = check_weights(path, weights, tables, strict=False)
         if missing:
-            initialise(model, job.recipe.train.seed)
+            initialise(model, job.recipe.train.seed, streams(model))
         load_weights(path, weights, tables, strict=False)
     if HEAD in missing and model.untied_head is not None:  # the embedding was the head, too
         model.untied_head.weight.copy_(model.embedding.weight)
@@ -64,6 +64,7 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
         differing = _differing_keys(job, source)
         before = source.recipe().train
     loaded = model.state_dict().keys() - missing
+    missing, unexpected = ({name for name in names if not name.startswith(IDS)} for names in (missing, unexpected))
     parts = []
     if HEAD in missing:
         parts.append("untied_head starts as a copy of the embedding, which is the head there")
@@ -73,12 +74,9 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
         parts.append(f"has no place in this model, so left out: {_modules(unexpected, loaded)}")
     if job.background is not None and job.background.checkpoint != checkpoint_digest(path):
         parts.append(f"{path} is another checkpoint than that of finetune.background, which may read other slots")
-    shapeless = SHAPELESS.union(
-        f"model.memories.{name}.{key}" for name, memory in job.recipe.model.memories.items() for key in memory.shapeless
-    )
-    changed = [text for key, text in differing.items() if key in shapeless]
+    changed = [text for key, text in differing.items() if key in _shapeless(job.recipe.model)]
     for ids, ids_V in job.token_ids.items():
-        if f"token_ids.{ids}.ids_V" in loaded and read_progress(path).data.get(ids) != ids_sha256(ids_V):
+        if f"{IDS}{ids}.ids_V" in loaded and read_progress(path).data.get(ids) != ids_sha256(ids_V):
             changed.append(f"this Python's Unicode makes other {ids} ids of its tokenizer")  # which choose rows
     if changed:
         parts.append(f"its weights mean something else here: {', '.join(changed)}")
@@ -133,18 +131,27 @@ def _differing_keys(job: Job, source: RunDirectory) -> dict[str, str]:
     }
 
 
+def _shapeless(model: Model) -> set[str]:
+    """Keys that change what a model computes from its weights, but not the shape of a tensor."""
+    rotary = {"model.rotary_fraction"} if model.positions == "rotary" else set()
+    of_memories = {
+        f"model.memories.{name}.{key}" for name, memory in model.memories.items() for key in ("kind", *memory.shapeless)
+    }
+    return SHAPELESS | rotary | of_memories
+
+
 def _modules(names: Set[str], loaded: Set[str]) -> str:
-    """Names of tensors as a text, such as "memory (layers 3, 4)": a part of a block stands for its tensors where none
-    of them is loaded.
+    """Names of tensors as a text, such as "pkm (layers 3, 4)": a part of a block stands for its tensors where none of
+    them is loaded.
     """
     layers: dict[str, list[str]] = {}
     for name in sorted(names):
-        within = re.fullmatch(r"(blocks\.(\d+)\.(?:parts\.|before\.)?)(([^.]+).*)", name)
+        within = re.fullmatch(r"(blocks\.(\d+)\.(?:(?:before|values|parts)\.)?(?:memory_)?)(([^.]+).*)", name)
         if within is None:
-            layers[name] = []
+            layers[name.replace("pools.memory_", "")] = []
             continue
-        block, number, tensor, part = within.groups()
-        label = tensor if any(other.startswith(f"{block}{part}.") for other in loaded) else part
+        above, number, tensor, part = within.groups()
+        label = tensor if any(other.startswith(f"{above}{part}.") for other in loaded) else part
         layer = str(int(number) + 1)
         if layer not in layers.setdefault(label, []):
             layers[label].append(layer)

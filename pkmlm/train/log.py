@@ -20,7 +20,7 @@ from rich.table import Column
 
 from pkmlm.errors import UserError, printable
 from pkmlm.files import open_log, write_errors
-from pkmlm.measure.usage import memory_label
+from pkmlm.memory.address import memory_label
 from pkmlm.recipe.schema import Log
 from pkmlm.report.metrics import FLOORED
 from pkmlm.runs.directory import RunDirectory
@@ -95,7 +95,7 @@ class TrainingLog:
         scalars = {f"{event}/{name}": number for name, number in numbers.items() if isinstance(number, int | float)}
         for memory in numbers.get("usage") or ():
             used = {key: memory[key] for key in FLOORED if memory[key] is not None}
-            label = memory_label(memory["layer"], memory["name"])
+            label = memory_label(memory)
             scalars |= {f"{event}/{label}/{key}": used[key] for key in used}
         for sink in self.sinks:
             sink.write(scalars, step)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pkmlm.measure.usage import memory_label
+from pkmlm.memory.address import memory_label
 from pkmlm.report.metrics import METRICS
 
 WINDOW = 50  # steps that a loss is compared with
@@ -61,7 +61,7 @@ class TrainingMonitor:
         return warnings
 
     def _usage(self, memory: dict[str, Any]) -> list[str]:
-        name, usage = memory_label(memory["layer"], memory["name"]), memory["usage"]
+        name, usage = memory_label(memory), memory["usage"]
         uniform, share = memory["uniform"]["usage"], METRICS["usage"].format.format
         warnings = []
         if usage < COLLAPSE * self.highest.get(name, 0.0):

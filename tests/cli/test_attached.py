@@ -100,7 +100,8 @@ def test_tasks_usage_slots_and_probe_take_it(base, attached, tokens, tmp_path):
     report = json.loads(
         pkmlm("usage-report", attached / "taught", "--base", base, "--data", tokens, "--format", "json").stdout
     )
-    assert [each["layer"] for each in report["runs"][0]["memories"]] == [1, 2]
+    found = report["runs"][0]["memories"]
+    assert [(each["memory"], each["layer"]) for each in found] == [("memory", 1), ("memory", 2)]
     slots = json.loads(pkmlm("slots", attached / "taught", "--base", base, "--data", tokens, "--json").stdout)
     assert (slots["layer"], slots["kind"]) == (2, "product-key")
     probed = json.loads(pkmlm("probe", attached / "taught", "--base", base, "--data", tokens, "--json").stdout)

@@ -20,6 +20,7 @@ import pytest
 from pkmlm.bench.steps import timed_part
 from pkmlm.export.card import known_scores
 from pkmlm.files import write_json
+from pkmlm.memory.address import entry_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import recipe_sha256
 from pkmlm.report.compare import Group, compare_runs, timed_side_by_side
@@ -38,7 +39,7 @@ model:
   layers: 2
   heads: 2
   context: {CONTEXT}
-  memory: {{layers: 2, num_keys: 8, topk: 4, heads: 2, key_dim: 8}}
+  memories: {{pkm: {{kind: product-key, layers: 2, num_keys: 8, topk: 4, heads: 2, key_dim: 8}}}}
 optim: {{lr: 1e-3}}
 """
 
@@ -63,7 +64,7 @@ def make(
     run = RunDirectory(folder)
     folder.mkdir(parents=True)
     run.recipe_file.write_text(RECIPE)
-    recipe = load_recipe(run.recipe_file, ["model.memory.kind=product-key", *settings])
+    recipe = load_recipe(run.recipe_file, settings)
     run.create(recipe)
     run.write_facts(status=status)
     parameters = {"dense": size[0], "memory": size[1], "read_per_token": 1100}
@@ -85,9 +86,9 @@ def make(
     keep_perplexity(folder, 300, 1.0)
     keep_tasks(folder, 200, piqa={"acc": 0.6})
     memory = {
-        "layer": 2,
-        "name": "memory",
+        **entry_of("pkm", 2, "product-key"),
         "slots": 64,
+        "addresses": {"columns": 8, "tables": False},
         "mass": {"usage": 0.9, "kl": 0.5, "gini": 0.3},
         "uniform": {"usage": 1.0, "kl": 0.01},
         "uniform_mass": {"usage": 1.0, "kl": 0.02},
@@ -208,16 +209,17 @@ def test_results_of_an_earlier_step_say_so(run: Path) -> None:
 
 
 def test_a_model_with_an_ngram_memory_is_no_dense_one(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("model: {memory: {kind: peer, layers: 2}, ngram: {layers: [1]}}\n")
+    ngrams = "ngrams: {kind: ngram, layers: [1]}"
+    (tmp_path / "recipe.yaml").write_text(f"model: {{memories: {{experts: {{kind: peer, layers: 2}}, {ngrams}}}}}\n")
     assert facts(tmp_path)[0]["kind"] == "peer + ngram"
-    (tmp_path / "recipe.yaml").write_text("model: {ngram: {layers: [1]}}\n")
+    (tmp_path / "recipe.yaml").write_text(f"model: {{memories: {{{ngrams}}}}}\n")
     assert facts(tmp_path)[0]["kind"] == "ngram"
 
 
 def test_missing_pieces_show_as_a_dash(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "recipe.yaml").write_text("model: {projections: hash}\n")
+    (bare / "recipe.yaml").write_text("model: {memories: {tables: {kind: hash}}}\n")
     (found,) = facts(bare)
     assert found["kind"] == "hash"
     known = {key for key, value in found.items() if value not in (None, [], {})}
@@ -490,7 +492,7 @@ def test_branches_belong_to_the_run_that_they_left(run: Path) -> None:
 def test_only_what_was_validated_on_the_same_tokens_is_ahead_of_the_dense_model(run: Path, tmp_path: Path) -> None:
     known = {"tokenizer": "a", "valid": "b"}
     folders = {
-        "dense": make(tmp_path / "dense", "model.memory.kind=none", data=known),
+        "dense": make(tmp_path / "dense", "model.memories=null", data=known),
         "like": make(tmp_path / "like", data=known),
         "fewer": make(tmp_path / "fewer", "eval.tokens=64", data=known),
         "text": make(tmp_path / "text", data=known | {"valid": "c"}),
@@ -585,8 +587,8 @@ def test_times_that_cannot_be_kept_are_still_told(trained, tmp_path: Path) -> No
 
 
 def test_dense_equivalent_sizes(tmp_path: Path) -> None:
-    def of_size(name: str, size: int, *ppls: float, kind: str = "none") -> list[Path]:
-        settings = (f"name={name}", f"model.memory.kind={kind}")
+    def of_size(name: str, size: int, *ppls: float, dense: bool = True) -> list[Path]:
+        settings = (f"name={name}", *["model.memories=null"] * dense)
         return [
             make(tmp_path / f"{name}-{number}", *settings, f"train.seed={number}", ppl=ppl, size=(size, 0))
             for number, ppl in enumerate(ppls)
@@ -597,7 +599,7 @@ def test_dense_equivalent_sizes(tmp_path: Path) -> None:
         return {group["name"]: group["dense_equivalent"] for group in groups if "dense_equivalent" in group}
 
     two = [*of_size("s", 10_000, 100.0, 96.0), *of_size("m", 20_000, 60.0)]
-    memory = of_size("memory", 10_500, 82.0, 78.0, kind="product-key")
+    memory = of_size("memory", 10_500, 82.0, 78.0, dense=False)
     assert sizes(*two, *memory) == {}, "two sizes are no curve"
     dense = [*two, *of_size("l", 40_000, 40.0), *of_size("worse", 80_000, 41.0)]
     found = sizes(*dense, *memory)["memory-{0,1}"]["test"]
@@ -618,7 +620,7 @@ def test_dense_equivalent_sizes(tmp_path: Path) -> None:
     *_, row = csv.DictReader(io.StringIO(pkmlm("compare", *dense, *memory, "--format", "csv").stdout))
     assert float(row["dense_equivalent_test_parameters"]) == found["parameters"]
     # Nothing beyond the largest that is of use, nor below the smallest.
-    over, under = of_size("over", 1, 39.0, kind="product-key"), of_size("under", 1, 101.0, kind="product-key")
+    over, under = of_size("over", 1, 39.0, dense=False), of_size("under", 1, 101.0, dense=False)
     assert sizes(*dense, *over)["over-0"]["test"] == {
         "parameters": None, "low": None, "high": None, "more_than": 40_000, "less_than": None,
         "high_more_than": 40_000, "low_less_than": None,
@@ -628,7 +630,7 @@ def test_dense_equivalent_sizes(tmp_path: Path) -> None:
     # Seeds of which one would leave out another size than the others: the range still holds the size.
     mixed = [*of_size("a", 1_000, 148.4, 148.4), *of_size("b", 2_000, 134.3, 181.3)]
     mixed += [*of_size("c", 4_000, 54.6, 54.6), *of_size("d", 8_000, 50.0)]
-    between = sizes(*mixed, *of_size("between", 1, 134.3, kind="product-key"))["between-0"]["test"]
+    between = sizes(*mixed, *of_size("between", 1, 134.3, dense=False))["between-0"]["test"]
     assert between["low"] <= between["parameters"] <= between["high"]
 
 

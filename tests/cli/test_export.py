@@ -19,14 +19,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pkmlm.evaluate.load import load_run
+from pkmlm.export.bundle import MODEL, TOKENIZER, bundle
 from pkmlm.files import entry_of, write_json
-from tests.conftest import ROOT, pkmlm
+from tests.conftest import ROOT, given, pkmlm
 
 KINDS = ("dense", "product-key", "hash")
 FILES = {
     *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors"),
-    *("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "ngram_pkmlm.py"),
-    "tokenization_pkmlm.py",
+    *bundle(*MODEL, TOKENIZER),
     *("manifest.json", "README.md"),
 }
 # What a user of `transformers` does, where pkmlm cannot be imported.
@@ -73,11 +73,28 @@ def test_the_folder_holds_a_whole_model(exports):
             assert file.metadata() == {"format": "pt"}  # older versions of transformers ask for it
 
 
-def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp_path):
-    folder, run = (
-        shutil.copytree(exports["product-key"], tmp_path / "exported"),
-        load_run(trained("product-key"), "latest"),
-    )
+MIXTURE = {
+    "plus": "{kind: product-key, layers: [1+, 2+], num_keys: 8, heads: 2, topk: 4, key_dim: 8, share_values: true}",
+    "half": "{kind: hash, layers: 2, bits: 4}",
+    "grams": "{kind: ngram, layers: all, orders: [2], heads: 1, rows: 31, row_dim: 8}",
+    "plain": "{kind: ngram, layers: 1, orders: [1], heads: 1, rows: 31, row_dim: 32, fusion: add, canonical: false}",
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(write_recipe, tmp_path_factory) -> Path:
+    """A run with several memories."""
+    folder = tmp_path_factory.mktemp("mixture")
+    settings = given(*(f"model.memories.{name}={keys}" for name, keys in MIXTURE.items()))
+    pkmlm("train", write_recipe(folder, "dense"), *settings, "-o", folder / "mixture", "-q")
+    return folder / "mixture"
+
+
+@pytest.mark.parametrize("kind", ["product-key", "mixture"])
+def test_transformers_alone_gives_our_logits_ids_and_texts(kind, trained, mixture, tmp_path):
+    path, folder = mixture if kind == "mixture" else trained(kind), tmp_path / "exported"
+    pkmlm("export", path, "-o", folder)
+    run = load_run(path, "latest")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     (example,) = re.findall(r"```python\n([^`]*\"exported\"[^`]*)```", (ROOT / "pkmlm/manual/export.md").read_text())
     command = [sys.executable, "-c", USER + example, "exported"]
@@ -90,7 +107,7 @@ def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp
     with torch.no_grad():
         expected = run.model(torch.tensor([answer["ids"]], device=run.device)).flatten().cpu()
     assert (torch.tensor(answer["logits"]) - expected).abs().max() <= 1e-5
-    ours = pkmlm("generate", trained("product-key"), "It was", "-n", 25, "--temperature", 0).stdout
+    ours = pkmlm("generate", path, "It was", "-n", 25, "--temperature", 0).stdout
     assert answer["text"] == ours.removesuffix("\n")
     again, before = (
         json.loads(pkmlm("eval", path, "--json").stdout)["perplexity"] for path in (f"{folder}-again", folder)
@@ -227,7 +244,7 @@ def test_the_card_says_what_the_model_is(trained, tmp_path):
     assert "\n# my-run\n" in card
     tokens = json.loads((run / "checkpoints/step-00000030/state.json").read_text())["tokens"]
     assert f"{tokens:,} tokens (30 steps), from the weights of dense" in card
-    assert "product-key memory of 256 slots in layer 2" in card
+    assert "(pkm) in layer 2: 256 slots" in card
     assert f"- test split: perplexity {found['token_ppl']:,.2f} per token" in card
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     valid = [line for line in lines if line["event"] == "valid"][-1]
@@ -256,7 +273,7 @@ def test_nothing_is_lost_without_force(exports, trained, tmp_path):
     assert (target / "config.json").read_bytes() == before
     (target / "notes.txt").unlink()
     pkmlm("export", run, "-o", target, "--force")
-    assert json.loads((target / "config.json").read_text())["projections"] == "dense"
+    assert json.loads((target / "config.json").read_text())["memories"] == {}
     (tmp_path / "file").write_text("")
     pkmlm("export", run, "-o", tmp_path / "file", code=2)
     pkmlm("export", run, "-o", run, "--force", code=2)

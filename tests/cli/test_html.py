@@ -18,6 +18,7 @@ from pkmlm.evaluate.load import load_run
 from pkmlm.measure.slot_contexts import Context
 from pkmlm.measure.slots import PageSlots, SlotDetails, Word
 from pkmlm.measure.usage import MemoryUsage
+from pkmlm.memory.address import Addresses
 from pkmlm.memory.base import UsageTap, memories
 from pkmlm.report.page import usage_page
 from pkmlm.report.usage_report import RunUsage
@@ -26,7 +27,7 @@ from tests.browser import Browser, find_chromium
 from tests.conftest import pkmlm
 
 PANELS = {"summary", "map", "sorted", "heads", "layers", "overlap", "training"}
-HASH_PANELS = PANELS - {"overlap"} | {"buckets"}
+HASH_PANELS = PANELS - {"overlap"} | {"rows"}
 WILD = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31m \u202etxet\u202c <!-- \u2028 &amp; "
 
 in_browser = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here")
@@ -83,17 +84,17 @@ def test_export_equals_a_plain_count_slot_by_slot(trained, tmp_path: Path) -> No
     (entry,) = json.loads(pkmlm("usage-report", run, "--export", path, "--format", "json").stdout)["runs"]
     counts, masses = counted(run, "test")
     with np.load(path) as arrays:
-        of_memory = {f"2.memory.{name}" for name in ("counts", "masses", "tokens")}
+        of_memory = {f"2.pkm.{name}" for name in ("counts", "masses", "tokens")}
         assert set(arrays) == {"run", "step", "split", "sha256"} | of_memory
         assert (str(arrays["run"]), int(arrays["step"]), str(arrays["split"])) == ("product-key", 30, "test")
         assert str(arrays["sha256"]) == entry["checkpoint"]
-        assert int(arrays["2.memory.tokens"]) == entry["memories"][0]["tokens"]
+        assert int(arrays["2.pkm.tokens"]) == entry["memories"][0]["tokens"]
         expected = [[counts[slot][head] for slot in range(256)] for head in range(2)]
         # A near tie of two keys may fall either way in a batch of another shape.
-        assert np.abs(arrays["2.memory.counts"] - expected).sum() <= 1e-3 * np.sum(expected)
+        assert np.abs(arrays["2.pkm.counts"] - expected).sum() <= 1e-3 * np.sum(expected)
         weights = [[masses[slot][head] for slot in range(256)] for head in range(2)]
-        np.testing.assert_allclose(arrays["2.memory.masses"], weights, atol=0.05, rtol=1e-2)
-        found = arrays["2.memory.masses"].sum(axis=0)
+        np.testing.assert_allclose(arrays["2.pkm.masses"], weights, atol=0.05, rtol=1e-2)
+        found = arrays["2.pkm.masses"].sum(axis=0)
     share = found[found > 0] / found.sum()
     assert entry["memories"][0]["mass"]["kl"] == pytest.approx(float(np.log(256) + (share * np.log(share)).sum()))
     assert entry["memories"][0]["mass"]["usage"] == (found > 0).mean()
@@ -367,11 +368,13 @@ def made_up(n: int, text: str = WILD) -> tuple[MemoryUsage, PageSlots]:
     counts = (random.pareto(1, (4, slots)) * 20).astype(np.int64) * (random.random(slots) < 0.5)
     masses = counts * random.random((4, slots))
     squares = (masses * masses / np.maximum(counts, 1)).sum(axis=1)
-    usage = MemoryUsage(3, "memory", "product-key", 10**6, counts, masses, squares, np.full((4, 4), 100))
+    usage = MemoryUsage(
+        "pkm", 3, "product-key", Addresses(slots, n), 10**6, counts, masses, squares, np.full((4, 4), 100)
+    )
     context = Context(0, 0, 0, 0.5, text, text, text, text, text)
     words = [Word(text, 1.0)] * 8
     best = [int(slot) for slot in np.argsort(-usage.masses_S)[: min(2000, slots)]]
-    tap = UsageTap(3, "memory", "product-key", slots, 4)
+    tap = UsageTap(3, "pkm", "product-key", usage.addresses, 4)
     contexts = [context._replace(position=i) for i in range(10)]
     held = [SlotDetails.of(tap, usage, slot, words, words, contexts) for slot in best]
     first = np.where(usage.counts_S > 0, random.integers(0, 8000, slots), -1)
@@ -392,7 +395,9 @@ def page_of(path: Path, *runs: list[tuple[MemoryUsage, PageSlots]]) -> Path:
 @in_browser
 def test_labels_of_many_bars_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
     counts = np.ones((64, 4), dtype=np.int64)
-    usage = MemoryUsage(1, "qkv", "hash", 4, counts, counts / 2, counts.sum(axis=1) / 4, None)
+    usage = MemoryUsage(
+        "tables", 1, "hash", Addresses(256, 4, tables=True), 4, counts, counts / 2, counts.sum(axis=1) / 4, None
+    )
     browser.open(page_of(tmp_path / "bars.html", [(usage, PageSlots([], None, []))]))
     drawn = browser.run(
         """(async () => {

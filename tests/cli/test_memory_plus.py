@@ -11,7 +11,7 @@ import torch
 
 from pkmlm.evaluate.load import load_run
 from pkmlm.measure.slots import LogitLens, find_memory
-from tests.conftest import pkmlm
+from tests.conftest import given, pkmlm
 
 
 def report(*arguments: object) -> list[dict]:
@@ -21,11 +21,8 @@ def report(*arguments: object) -> list[dict]:
 def test_the_usage_of_a_pool(trained) -> None:
     run = trained("memory-plus")
     first, second, pool = report(run)
-    assert [(memory["layer"], memory["name"]) for memory in (first, second, pool)] == [
-        (1, "memory"),
-        (2, "memory"),
-        (0, "pool"),
-    ]
+    places = [(memory["memory"], memory["layer"]) for memory in (first, second, pool)]
+    assert places == [("plus", 1), ("plus", 2), ("plus", None)]
     assert pool["reads"] == first["reads"] + second["reads"]
     assert pool["slots"] == 256
     assert max(first["count"]["usage"], second["count"]["usage"]) <= pool["count"]["usage"] <= 1
@@ -44,21 +41,13 @@ def test_the_usage_of_a_pool(trained) -> None:
 
 def test_pictures_page_and_arrays_of_a_pool(trained, tmp_path: Path) -> None:
     run = trained("memory-plus")
-    pkmlm(
-        "usage-report",
-        run,
-        "--plots",
-        tmp_path / "plots",
-        "--html",
-        tmp_path / "page.html",
-        "--export",
-        tmp_path / "a.npz",
-    )
+    page, arrays = tmp_path / "page.html", tmp_path / "a.npz"
+    pkmlm("usage-report", run, "--plots", tmp_path / "plots", "--html", page, "--export", arrays)
     names = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert {"memory-plus-map-pool.png", "memory-plus-map-layer-1-memory.png"} <= names
-    assert (tmp_path / "page.html").stat().st_size > 10_000
-    with np.load(tmp_path / "a.npz") as arrays:
-        assert arrays["0.pool.counts"].shape == (4, 256)
+    assert {"memory-plus-map-plus.png", "memory-plus-map-layer-1-plus.png"} <= names
+    assert page.stat().st_size > 10_000
+    with np.load(arrays) as found:
+        assert found["plus.counts"].shape == (4, 256)
 
 
 @pytest.mark.parametrize("kind", ["memory-plus", "peer"])
@@ -70,19 +59,19 @@ def test_validation_and_comparison_tell_the_weights(trained, kind: str) -> None:
     facts = json.loads(pkmlm("compare", run, "--format", "json").stdout)["runs"][0]
     assert facts["kind"] == ("product-key" if kind == "memory-plus" else "peer")
     text = pkmlm("compare", run).stdout
-    assert ("pool" in text) == (kind == "memory-plus")
+    assert len(facts["usage"]) == (3 if kind == "memory-plus" else 1)
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_slots_speak_through_the_map_and_the_gate_is_told(trained) -> None:
     run = trained("memory-plus")
     found = json.loads(pkmlm("slots", run, "--layer", 1, "--top", 3, "--json").stdout)
-    assert found["gated"] is True
+    assert found["left_out"] == ["gate"]
     slot = found["slots"][0]
     loaded = load_run(run)
     memory = find_memory(loaded.model, "1")
     with torch.no_grad():
-        row = loaded.model.pool.values.weight_KD[slot["slot"]]
+        row = loaded.model.pools["memory_plus"].values.weight_KD[slot["slot"]]
         v = memory.output.weight @ row
         v = (v - v.mean()) / v.std(correction=0)
         logits = (loaded.model.norm.weight * v) @ loaded.model.embedding.weight.T
@@ -95,7 +84,7 @@ def test_slots_speak_through_the_map_and_the_gate_is_told(trained) -> None:
     assert "gate" in text.partition("\n\n")[2]
     assert all(len(line) <= 80 for line in text.splitlines())
     plain = json.loads(pkmlm("slots", trained("peer"), "--top", 3, "--json").stdout)
-    assert plain["gated"] is False
+    assert plain["left_out"] == ["activation"]
     assert "activation left out" in pkmlm("slots", trained("peer"), "--slot", plain["slots"][0]["slot"]).stdout
     assert plain["slots"][0]["subkeys"][0] < 16
 
@@ -113,20 +102,14 @@ def test_exports_and_texts_are_those_of_the_run(trained, tmp_path: Path, kind: s
 
 def test_a_run_may_start_from_tables_of_another_shape_of_memory(trained, write_recipe, tmp_path: Path) -> None:
     """A pool is no table of a layer: it is drawn anew, and said to be; scores that weigh otherwise are told."""
-    changes = [
-        "-s",
-        f"train.init_from={trained('memory-plus')}",
-        "-s",
-        "train.steps=1",
-        "-s",
-        "model.memory.scores=relu",
-    ]
+    source = f"train.init_from={trained('memory-plus')}"
+    changes = given(source, "train.steps=1", "model.memories.plus.scores=relu")
     recipe = write_recipe(tmp_path, "memory-plus")
     pkmlm("train", recipe, "-o", tmp_path / "pool", *changes)
     log = (tmp_path / "pool/train.log").read_text()
-    assert "model.memory.scores is softmax there and relu here" in log
-    assert "pool" not in log.partition("train.init_from")[2].splitlines()[0]
-    pkmlm("train", recipe, "-o", tmp_path / "own", *changes, "-s", "model.memory.share_values=false")
+    assert "model.memories.plus.scores is softmax there and relu here" in log
+    assert "left out" not in log.partition("train.init_from")[2].splitlines()[0]
+    pkmlm("train", recipe, "-o", tmp_path / "own", *changes, "-s", "model.memories.plus.share_values=false")
     told = next(line for line in (tmp_path / "own/train.log").read_text().splitlines() if "train.init_from" in line)
-    assert "memory.values.weight_KD (layers 1, 2)" in told
-    assert "pool.values.weight_KD" in told
+    assert "anew: plus.values.weight_KD (layers 1, 2)" in told
+    assert "left out: plus.values.weight_KD" in told

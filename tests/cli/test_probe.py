@@ -25,8 +25,8 @@ def test_the_shape_of_the_report_and_a_dense_twin(trained) -> None:
     ]  # fmt: skip
     assert (found["run"], found["step"], found["split"], found["documents"]) == ("product-key", 30, "test", 1)
     assert 2900 < found["fit_tokens"] <= 3000
-    ((layer, name, kind, probes),) = (each.values() for each in found["memories"])
-    assert (layer, name, kind) == (2, "memory", "product-key")
+    ((memory, layer, kind, probes),) = (each.values() for each in found["memories"])
+    assert (memory, layer, kind) == ("pkm", 2, "product-key")
     assert list(probes) == PROBES
     for each in probes.values():
         assert list(each) == ["nats", "low", "high", "token_ppl", "share"]
@@ -77,7 +77,7 @@ def test_a_text_of_several_documents_and_what_people_read(trained, tmp_path: Pat
     for name in ("real", "dense", *PROBES):
         assert name.replace("_", " ") in shown
     assert "12 documents" in shown
-    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["flat-key-probe-layer-2-memory.png"]
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["flat-key-probe-layer-2-flat.png"]
     pkmlm("probe", *arguments, "--plots", tmp_path / "plots", code=2)
     standard_input = pkmlm("probe", trained("flat-key"), "--text", "-", "--json", *FEW, stdin="He said. " * 9).stdout
     assert json.loads(standard_input)["tokens"] > 9
@@ -100,8 +100,8 @@ def test_an_export_is_probed_as_its_run(trained, tokens: Path, novels: Path, tmp
 def test_exports_of_pools_experts_and_hash_layers_are_probed_as_their_runs(trained, tokens, tmp_path, kind) -> None:
     pkmlm("export", trained(kind), "-o", tmp_path / "out")
     from_run, from_export = (probe(where, "--data", tokens)["memories"] for where in (trained(kind), tmp_path / "out"))
-    names = {"memory-plus": ["memory", "memory", "all"], "peer": ["memory"], "hash": ["qkv", "ffn1", "ffn2", "all"]}
-    assert [memory["name"] for memory in from_run] == names[kind]
+    names = {"memory-plus": ["plus", "plus", "all"], "peer": ["experts"], "hash": ["tables"] * 3 + ["all"]}
+    assert [memory["memory"] for memory in from_run] == names[kind]
     assert all(probe["nats"] for memory in from_run for probe in memory["probes"].values()), "each changes something"
     assert from_export == from_run
 

@@ -15,7 +15,7 @@ from pkmlm.errors import UserError
 from tests.cli.test_help import ALL
 from tests.conftest import ROOT, pkmlm
 
-SMALL = ["-s", "model.vocab_size=600", "-s", "model.layers=1", "-s", "model.memory.layers=1"]
+SMALL = ["-s", "model.vocab_size=600", "-s", "model.layers=1", "-s", "model.memories.pkm.layers=1"]
 ONCE = ["--rounds", 1, "--only"]
 REPORTS: dict[str, list[object]] = {  # RUN and RECIPE stand for a trained run and its recipe
     "eval": ["RUN"],
@@ -109,8 +109,10 @@ def test_a_file_that_cannot_be_written_costs_no_result(capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_warnings_are_told_though_the_result_cannot_be_printed():
-    words = ["cost", "demo", "-s", "model.vocab_size=600", "-s", "model.hash.bits=4"]
+def test_warnings_are_told_though_the_result_cannot_be_printed(trained, tmp_path):
+    text = tmp_path / "one.txt"
+    text.write_text("One document.\n")
+    words = ["slots", str(trained("product-key")), "--text", str(text), "--separator", "@", "--top", "1", "-q"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "pkmlm", *words],
@@ -122,6 +124,6 @@ def test_warnings_are_told_though_the_result_cannot_be_printed():
         )
     warning, error = done.stderr.splitlines()
     assert warning.startswith("warning: ")
-    assert "model.hash.bits" in warning
+    assert "divides nothing" in warning
     assert error.startswith("error: ")
     assert done.returncode == 1

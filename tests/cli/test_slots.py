@@ -15,7 +15,8 @@ def slots(*arguments: object) -> dict:
 def test_the_most_read_slots_of_a_split(trained) -> None:
     run = trained("product-key")
     found = slots(run, "--top", 12)
-    assert (found["run"], found["step"], found["split"], found["layer"]) == ("product-key", 30, "test", 2)
+    assert (found["run"], found["step"], found["split"]) == ("product-key", 30, "test")
+    assert (found["memory"], found["layer"], found["kind"]) == ("pkm", 2, "product-key")
     usage = json.loads(pkmlm("usage-report", run, "--format", "json").stdout)["runs"][0]["memories"][0]
     assert found["tokens"] == usage["tokens"]
     shares = [slot["share"] for slot in found["slots"]]
@@ -60,9 +61,9 @@ def test_tokens_of_a_prompt(trained) -> None:
 def test_hash_tables_by_table_and_bucket(trained) -> None:
     run = trained("hash")
     found = slots(run, "--layer", "1:ffn1", "--top", 3)
-    assert (found["layer"], found["name"]) == (1, "ffn1")
+    assert [found[key] for key in ("memory", "layer", "kind", "part")] == ["tables", 1, "hash", "ffn1"]
     first = found["slots"][0]
-    assert first["name"] == f"{first['table']}:{first['bucket']}"
+    assert first["name"] == f"{first['table']}:{first['row']}"
     assert first["raises"] is None
     assert slots(run, "--layer", "1:ffn1", "--slot", first["name"])["slots"][0]["reads"] == first["reads"]
     assert slots(run, "--slot", "8:3")["slots"][0]["raises"], "by default the last memory, which reaches the output"
@@ -91,7 +92,9 @@ def test_errors_are_one_line(trained, tmp_path: Path) -> None:
         ([tmp_path / "none"], "none"),
         ([run, "--slot", "256"], "15:15"),
         ([run, "--slot", "x"], "--slot x"),
-        ([run, "--layer", "1"], "2:memory"),
+        ([run, "--layer", "1"], "2:pkm"),
+        ([run, "--memory", "other"], "2:pkm"),
+        ([run, "--memory", "pkm", "--layer", "1"], "2:pkm"),
         ([trained("dense")], "memory"),
         ([run, "word", "--slot", "3"], "PROMPT"),
         ([run, "--text", "-"], "--text -"),

@@ -42,7 +42,9 @@ def test_json_of_a_product_key_run_counts_every_scored_token_once(run_of: Callab
     (memory,) = entry["memories"]
     assert memory["tokens"] == scored, "padding and overlapping windows are not counted"
     assert memory["reads"] == scored * 2 * 4
-    assert (memory["layer"], memory["kind"], memory["slots"]) == (2, "product-key", 256)
+    assert list(memory)[:3] == ["memory", "layer", "kind"]
+    assert [memory[key] for key in ("memory", "layer", "kind", "slots")] == ["pkm", 2, "product-key", 256]
+    assert "part" not in memory
     assert len(memory["heads"]) == 2
     assert 0 < memory["mass"]["usage"] <= memory["count"]["usage"] <= memory["uniform"]["usage"] <= 1
     assert memory["mass"]["kl"] > memory["uniform"]["kl"]
@@ -68,8 +70,8 @@ def test_a_folder_for_plots_that_cannot_be_written_costs_no_pass(run_of: Callabl
 
 def test_hash_layers_have_tables(run_of: Callable[[str], Path]) -> None:
     (entry,) = report(run_of("hash"))
-    assert [(m["layer"], m["name"]) for m in entry["memories"]] == [
-        (layer, name) for layer in (1, 2) for name in ("qkv", "ffn1", "ffn2")
+    assert [(m["memory"], m["layer"], m["part"]) for m in entry["memories"]] == [
+        ("tables", layer, part) for layer in (1, 2) for part in ("qkv", "ffn1", "ffn2")
     ]
     for memory in entry["memories"]:
         assert len(memory["tables"]) == 8, "32 wide, 4 bits: 8 tables"
@@ -147,7 +149,7 @@ def test_tables_of_several_runs(run_of: Callable[[str], Path]) -> None:
     (entry,) = report(runs[1])
     assert float(rows[0]["mass_kl"]) == entry["memories"][0]["mass"]["kl"]
     markdown = pkmlm("usage-report", *runs, "--format", "md").stdout
-    assert "| product-key | 2 memory | mass |" in markdown
+    assert "| product-key | 2 pkm | mass |" in markdown
 
 
 def test_models_without_a_memory_are_refused_before_any_work(run_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -162,11 +164,11 @@ def test_models_without_a_memory_are_refused_before_any_work(run_of: Callable[[s
 
 
 def test_an_ngram_memory_alone_is_a_memory(tmp_path: Path, write_recipe: Callable[[Path, str], Path]) -> None:
-    changes = ("-s", "model.ngram.layers=[1]", "-s", "model.ngram.rows=97", "-s", "train.steps=1")
-    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-q", *changes)
-    assert [memory["name"] for memory in report(tmp_path / "run")[0]["memories"]] == ["ngram"]
+    changes = ("-s", "model.memories.ngrams.layers=[1]", "-s", "train.steps=1")
+    pkmlm("train", write_recipe(tmp_path, "ngram"), "-o", tmp_path / "run", "-q", *changes)
+    assert [memory["memory"] for memory in report(tmp_path / "run")[0]["memories"]] == ["ngrams"]
     text = pkmlm("usage-report", tmp_path / "run").stdout
-    assert re.findall(r"^1 ngram +(mass|count|random) ", text, re.MULTILINE) == ["count", "random"], "all weigh 1"
+    assert re.findall(r"^1 ngrams +(mass|count|random) ", text, re.MULTILINE) == ["count", "random"], "all weigh 1"
     assert "Tables" in text
     assert "Heads" not in text
 

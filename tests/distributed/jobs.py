@@ -23,40 +23,32 @@ from pkmlm.environment import TIMEOUT
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.launched import init_distributed
+from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.init import initialise
+from pkmlm.memory.peer.spec import PEERSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.row_exchange import all_gather_row_gradients, even_row_gradients
 from pkmlm.memory.table import Values
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, NGram, Optim, Parallel, Recipe, Train, ValuesOptim
+from pkmlm.recipe.schema import Finetune, Optim, Parallel, Recipe, Train
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.step import StepResult, TrainState, train_step
 from pkmlm.train.validation import recalibrate
-from tests.golden.test_curves import Stream
+from tests.golden.test_curves import KEYS, Stream, with_memories
+from tests.golden.test_curves import MODELS as GOLDEN
 
-SMALL = {"dim": 16, "layers": 2, "heads": 2, "context": 16}
-KEYS = {"kind": "product-key", "layers": ("2",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
+TWO = {**KEYS, "layers": ("1", "2")}
 MODELS = {
-    "layer": Model(**SMALL, memory=Memory(**KEYS, query_norm="layer")),
-    "batch": Model(**SMALL, memory=Memory(**KEYS, query_norm="batch", query="mlp")),
-    "pool": Model(
-        **SMALL,
-        memory=Memory(
-            **{**KEYS, "layers": ("1+", "2")},
-            query_norm="none",
-            key_norm="rms",
-            gate="silu",
-            share_values=True,
-            value_dim=12,
-        ),
-    ),
-    "peer": Model(**SMALL, memory=Memory(**{**KEYS, "kind": "peer"}, query_norm="layer", value_dim=8)),
-    "peer pool": Model(
-        **SMALL, memory=Memory(**{**KEYS, "kind": "peer", "layers": ("1", "2")}, query_norm="rms", share_values=True)
-    ),
-    "ngram": Model(**SMALL, ngram=NGram(layers=(1, 2), heads=2, rows=31, row_dim=4)),
-    "hash": Model(**{**SMALL, "layers": 1}, projections="hash", hash=Hash(bits=4), positions="rotary"),
+    "layer": with_memories(pkm=ProductKeySpec(**KEYS, query_norm="layer")),
+    "batch": with_memories(pkm=ProductKeySpec(**KEYS, query="mlp")),
+    "pool": GOLDEN["memory-plus"],
+    "peer": with_memories(experts=PEERSpec(**KEYS, query_norm="layer", value_dim=8)),
+    "peer pool": with_memories(experts=PEERSpec(**TWO, query_norm="rms", share_values=True)),
+    "ngram": GOLDEN["ngram"],
+    "hash": replace(with_memories(tables=HashSpec(bits=4)), layers=1, positions="rotary"),
+    "mixed": GOLDEN["mixed"],
 }
 
 
@@ -151,7 +143,7 @@ def ranks_among(world: World, size: int, memory: int) -> ProcessGroups:
 
 
 def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) -> Recipe:
-    optim = Optim(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1, values=ValuesOptim(lr=4e-3))
+    optim = Optim(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1)
     return Recipe(
         model=MODELS[kind],
         optim=optim,
@@ -219,7 +211,7 @@ def random_reads(rank: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 def table_of(rows: int, dtype: torch.dtype, ranks: World | None = None) -> Values:
     with torch.device("meta"):
-        table = Values(rows, 12, std=1.0, group="values")
+        table = Values(rows, 12, std=1.0)
     if ranks is not None:
         table.divide(ranks)
     table.to_empty(device="cpu")
@@ -466,7 +458,7 @@ def row_adam_of_all_ranks() -> None:
         for name, tensor in trained(world, clip=True).items():
             every = world.all_gather(tensor[None])
             assert torch.equal(every[0], every[1]), name
-        table = Values(5, 3, std=1.0, group="values")
+        table = Values(5, 3, std=1.0)
         with torch.no_grad():
             table.weight_KD.fill_(1.0)
         optimizer = pkmlm.RowAdam([table], lr=0.1)

@@ -2,15 +2,19 @@
 
 import pytest
 
+from tests.distributed.jobs import MODELS
+
 CASES = [
     *[("layer", *case, {}) for case in [(4, 1, 2), (4, 2, 1), (4, 4, 2), (2, 2, 4)]],
     *[("batch", *case, {}) for case in [(4, 1, 1), (4, 2, 2), (2, 2, 2)]],
-    *[(kind, *case, {}) for kind in ("pool", "peer", "peer pool") for case in [(4, 1, 2), (4, 2, 2), (4, 4, 1)]],
-    *[(kind, *case, {}) for kind in ("hash", "ngram") for case in [(4, 1, 2), (4, 4, 1), (2, 1, 4)]],
     *[
-        (kind, 4, 2, 2, {"recompute": True}) for kind in ("layer", "batch", "pool", "peer", "hash", "ngram")
-    ],  # two forwards
-    *[(kind, 4, memory, 2, {"only": "values"}) for kind in ("batch", "pool", "peer") for memory in (1, 2)],
+        (kind, *case, {})
+        for kind in ("pool", "peer", "peer pool", "mixed")
+        for case in [(4, 1, 2), (4, 2, 2), (4, 4, 1)]
+    ],
+    *[(kind, *case, {}) for kind in ("hash", "ngram") for case in [(4, 1, 2), (4, 4, 1), (2, 1, 4)]],
+    *[(kind, 4, 2, 2, {"recompute": True}) for kind in MODELS if kind != "peer pool"],  # two forwards
+    *[(kind, 4, memory, 2, {"only": "values"}) for kind in ("batch", "pool", "peer", "mixed") for memory in (1, 2)],
 ]
 
 

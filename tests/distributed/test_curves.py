@@ -5,7 +5,7 @@ import pytest
 
 # Biases of keys, and in front of a batch norm, do nothing: their gradients are rounding, of which Adam makes whole
 # steps; the running mean follows.
-IDLE = ("attention.qkv.bias", "memory.query.map.2.bias", "memory.query.norm.running_mean")
+IDLE = ("attention.qkv.bias", "query.map.2.bias", "query.norm.running_mean")
 # kind, ranks, memory, micro_batch: batches of 8 sequences, in one forward or several
 CASES = [
     *[("layer", *case) for case in [(1, 1, 8), (1, 1, 4), (2, 1, 4), (4, 2, 1), (4, 4, 2)]],
@@ -15,6 +15,7 @@ CASES = [
     *[("peer pool", *case) for case in [(1, 1, 8), (4, 2, 1)]],
     *[("ngram", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2), (4, 2, 1)]],
     *[("hash", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2)]],
+    *[("mixed", *case) for case in [(1, 1, 4), (2, 2, 2), (4, 2, 1)]],
 ]
 
 

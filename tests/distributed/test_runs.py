@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from pkmlm.cost import bytes_held, cost_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
-from tests.conftest import pkmlm
+from tests.conftest import given, pkmlm
 from tests.forks import Ended
 
 STEPS = ["-s", "train.steps=8", "-s", "checkpoint.every=4", "-s", "checkpoint.keep=5", "-s", "eval.every=4"]
@@ -32,16 +32,10 @@ def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
     return {**load_file(folder / "weights.safetensors"), **load_file(folder / "optimizer.safetensors")}
 
 
-def of(size: int, memory: int = 1) -> list[str]:
+def of(size: int, memory: int = 1, name: str = "pkm") -> list[str]:
     """What fits the recipe to so many ranks: two forwards of four sequences on all of them together."""
-    return [
-        "-s",
-        "model.memory.query_norm=layer",
-        "-s",
-        f"train.micro_batch={4 // size}",
-        "-s",
-        f"parallel.memory={memory}",
-    ]
+    norm = f"model.memories.{name}.query_norm=layer"
+    return given(norm, f"train.micro_batch={4 // size}", f"parallel.memory={memory}")
 
 
 def told(ended: list[Ended]) -> str:
@@ -153,12 +147,12 @@ def test_dense_parameters_may_be_divided_too(divided, alone, recipe, ranks, tmp_
         assert idle or np.allclose(tensor, found[1][name], atol=1e-4), name
 
 
-@pytest.mark.parametrize("kind", ["memory-plus", "peer"])
-def test_pools_gates_and_experts_are_divided_and_resumed(kind, write_recipe, ranks, tmp_path):
+@pytest.mark.parametrize(("kind", "name"), [("memory-plus", "plus"), ("peer", "experts"), ("mixed", "pkm")])
+def test_every_table_is_divided_and_resumed(kind, name, write_recipe, ranks, tmp_path):
     """Tables by columns, the rest among all ranks; what two ranks have saved, one process goes on with."""
     recipe = write_recipe(tmp_path, kind)
-    pkmlm("train", recipe, "-o", tmp_path / "alone", "-q", *STEPS, *of(1))
-    divided = [*of(2, 2), "-s", "parallel.shard=true", "-s", "train.recompute=true"]
+    pkmlm("train", recipe, "-o", tmp_path / "alone", "-q", *STEPS, *of(1, name=name))
+    divided = [*of(2, 2, name), "-s", "parallel.shard=true", "-s", "train.recompute=true"]
     ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "run", *STEPS, *divided)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
     assert losses(tmp_path / "run", "valid") == pytest.approx(losses(tmp_path / "alone", "valid"), rel=1e-5)
@@ -167,7 +161,7 @@ def test_pools_gates_and_experts_are_divided_and_resumed(kind, write_recipe, ran
     assert losses(run) == losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "half")
     run = half(tmp_path / "run", tmp_path / "half")
-    pkmlm("train", recipe, "-o", run, "-q", *STEPS, *of(1))
+    pkmlm("train", recipe, "-o", run, "-q", *STEPS, *of(1, name=name))
     assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
@@ -197,7 +191,7 @@ def test_divided_checkpoints_are_read_by_every_command(divided, alone, tmp_path,
 @pytest.mark.slow
 def test_ranks_start_from_a_part_of_another_run_as_one_does(divided, alone, recipe, ranks, tmp_path):
     """Of tables in parts and in one file, by ranks that divide tables, dense parameters, or both."""
-    add = ["-s", "model.memory.layers=[1+, 2]", "-s", "train.steps=2"]
+    add = ["-s", "model.memories.pkm.layers=[1+, 2]", "-s", "train.steps=2"]
     pkmlm("train", recipe, "-o", tmp_path / "one", "-q", *of(1), *add, "-s", f"train.init_from={divided}")
     assert losses(tmp_path / "one")[0] < losses(alone)[0] - 0.1
     for name, source, memory, shard in (("a", divided, 2, False), ("b", alone, 2, True), ("c", divided, 1, True)):
@@ -317,7 +311,7 @@ def test_a_finished_run_and_a_dry_run_are_told_once(divided, recipe, ranks):
 
 
 def test_a_dry_run_is_divided_as_the_run_is(recipe, ranks):
-    changes = [*of(2, 2), "-s", "parallel.shard=true", "-s", "model.memory.num_keys=256"]
+    changes = [*of(2, 2), "-s", "parallel.shard=true", "-s", "model.memories.pkm.num_keys=256"]
     ended = ranks.run(2, "command_dividing", words=["train", str(recipe), "--dry-run", *changes])
     assert [rank.stderr for rank in ended] == ["dense parts among 2\n"] * 2
     divided = load_recipe(recipe, changes[1::2])

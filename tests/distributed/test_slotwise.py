@@ -35,13 +35,15 @@ def test_two_ranks_count_what_one_does(trained, background, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "optimizer"), [("product-key", "row-sgd"), ("memory-plus", "row-adam"), ("peer", "row-sgd")]
+    ("kind", "name", "optimizer"),
+    [("product-key", "pkm", "row-sgd"), ("memory-plus", "plus", "row-adam"), ("peer", "experts", "row-sgd")],
 )
-def test_two_ranks_move_what_one_does_and_go_on_to_the_bit(kind, optimizer, trained, background, ranks, tmp_path):
+def test_two_ranks_move_what_one_does_and_go_on_to_the_bit(kind, name, optimizer, trained, background, ranks, tmp_path):
     start = trained(kind)
     keys = [f"train.init_from={start}", "train.only=values", "finetune.slots=tfidf", "finetune.top=7", "train.steps=6"]
-    keys += [f"finetune.background={background(kind)}", f"optim.values.optimizer={optimizer}", "optim.values.lr=2e-2"]
-    keys += ["optim.values.clip=0.05", "checkpoint.every=3", "eval.every=3", "train.micro_batch=2"]
+    optim = f"model.memories.{name}.optim"
+    keys += [f"finetune.background={background(kind)}", f"{optim}.optimizer={optimizer}", f"{optim}.lr=2e-2"]
+    keys += [f"{optim}.clip=0.05", "checkpoint.every=3", "eval.every=3", "train.micro_batch=2"]
     words = ["train", start / "recipe.yaml", *given(*keys), "-o"]
     pkmlm(*words, tmp_path / "one", "-q")
     before, one = tensors(start, 30), tensors(tmp_path / "one", 6)

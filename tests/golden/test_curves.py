@@ -5,40 +5,47 @@ commit.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from pkmlm.memory.flat_key.spec import FlatKeySpec
+from pkmlm.memory.hash.spec import HashSpec
+from pkmlm.memory.key_spec import KeyedOptim
+from pkmlm.memory.ngram.spec import NGramSpec
+from pkmlm.memory.peer.spec import PEERSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
+from pkmlm.memory.spec import Spec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Hash, Memory, Model, NGram, Optim, Recipe, Train, ValuesOptim
+from pkmlm.recipe.schema import Model, Optim, Recipe, Train
 from pkmlm.train.step import TrainState, train_step
 
 CURVES = Path(__file__).parent / "curves.json"
-SMALL = {"dim": 16, "layers": 2, "heads": 2, "context": 16}
-KEYS = {"layers": ("2",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
+
+
+def with_memories(**memories: Spec) -> Model:
+    return Model(dim=16, layers=2, heads=2, context=16, memories=memories)
+
+
+KEYS = {"layers": ("2",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8, "optim": KeyedOptim(lr=4e-3)}
+PLUS = {**KEYS, "layers": ("1+", "2"), "query_norm": "none", "value_dim": 12, "share_values": True}
 MODELS = {
-    "dense": Model(**SMALL),
-    "product-key": Model(**SMALL, memory=Memory(kind="product-key", **KEYS)),
-    "product-key mlp layer": Model(**SMALL, memory=Memory(kind="product-key", query="mlp", query_norm="layer", **KEYS)),
-    "flat-key": Model(**SMALL, memory=Memory(kind="flat-key", **KEYS)),
-    "memory-plus": Model(
-        **SMALL,
-        memory=Memory(
-            **{"kind": "product-key", **KEYS, "layers": ("1+", "2")},
-            share_values=True,
-            gate="silu",
-            value_dim=12,
-            key_norm="rms",
-            query_norm="none",
-        ),
+    "dense": with_memories(),
+    "product-key": with_memories(pkm=ProductKeySpec(**KEYS)),
+    "product-key mlp layer": with_memories(pkm=ProductKeySpec(**KEYS, query="mlp", query_norm="layer")),
+    "flat-key": with_memories(flat=FlatKeySpec(**KEYS)),
+    "memory-plus": with_memories(plus=ProductKeySpec(**PLUS, gate="silu", key_norm="rms")),
+    "peer": with_memories(experts=PEERSpec(**KEYS)),
+    "ngram": with_memories(ngrams=NGramSpec(layers=("1", "2"), heads=2, rows=31, row_dim=4)),
+    "mixed": with_memories(
+        ngrams=NGramSpec(layers=("1",), orders=(2,), heads=2, rows=31, row_dim=4),
+        tables=HashSpec(layers=("1",), bits=4),
+        pkm=ProductKeySpec(**{**KEYS, "layers": ("1+", "2")}, query="mlp"),
     ),
-    "peer": Model(**SMALL, memory=Memory(kind="peer", **KEYS)),
-    "ngram": Model(**SMALL, ngram=NGram(layers=(1, 2), heads=2, rows=31, row_dim=4)),
-    "hash": Model(
-        **SMALL, projections="hash", hash=Hash(bits=4), positions="rotary", tie_embeddings=False, dropout=0.1
-    ),
+    "hash": replace(with_memories(tables=HashSpec(bits=4)), positions="rotary", tie_embeddings=False, dropout=0.1),
 }
 
 
@@ -55,7 +62,7 @@ class Stream:
 def curve(name: str) -> list[float]:
     from pkmlm.data.batches import Batches
 
-    optim = Optim(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1, values=ValuesOptim(lr=4e-3))
+    optim = Optim(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1)
     recipe = Recipe(model=MODELS[name], optim=optim, train=Train(steps=20, batch_tokens=128, micro_batch=4))
     model = build_model(recipe, 40).double()
     batches = Batches(Stream(), 16, recipe.sequences, recipe.train.seed)

@@ -56,7 +56,7 @@ def spoil_tokens(ground: Ground, number: int) -> tuple[bool, str]:
     shutil.copytree(ground.tokens, folder)
     path = draw.choice(sorted(folder.iterdir()))
     what = f"{path.name}: {spoil(path, draw)}"
-    words = ("train", ground.recipe("hash"), "-s", f"data.dir={folder}", "--verify", "--dry-run")
+    words = ("train", ground.recipe("mixed"), "-s", f"data.dir={folder}", "--verify", "--dry-run")
     ended = ground.forks.pkmlm(*words, code=None)
     right = refused(ended, (2,))
     return right, what.rpartition(" ")[2] if right else f"{what}: exit {ended.code}, said {ended.stderr[-300:]!r}"

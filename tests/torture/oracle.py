@@ -19,18 +19,20 @@ model:
   heads: 2
   context: 16
   dropout: 0.1
-  {memory}
-optim: {{lr: 3e-3, schedule: cosine, warmup_steps: 5, values: {{lr: 4e-3}}}}
+  memories: {memories}
+optim: {{lr: 3e-3, schedule: cosine, warmup_steps: 5}}
 train: {{steps: {steps}, batch_tokens: 128, micro_batch: 4, precision: {precision}}}
 eval: {{every: 4, tokens: 200}}
 checkpoint: {{every: 3}}
 log: {{every: 3}}
 """
-MEMORY = "memory: {kind: product-key, layers: 2, num_keys: 8, heads: 2, topk: 3, key_dim: 8}"
-KINDS = {  # of runs: the memory, the precision, the number of ranks
-    "product-key": (MEMORY, "fp16", 1),
-    "hash": ("projections: hash\n  hash: {bits: 4, extra_bits: 2}", "fp32", 1),
-    "two-ranks": (MEMORY, "fp32", 2),
+PKM = "pkm: {kind: product-key, layers: 2, num_keys: 8, heads: 2, topk: 3, key_dim: 8, optim: {lr: 4e-3}}"
+TABLES = "tables: {kind: hash, layers: 1, bits: 4}"
+NGRAMS = "ngrams: {kind: ngram, layers: 1, orders: [2], heads: 2, rows: 31, row_dim: 4}"
+KINDS = {  # of runs: the memories, the precision, the number of ranks
+    "product-key": (f"{{{PKM}}}", "fp16", 1),
+    "mixed": (f"{{{NGRAMS}, {TABLES}, {PKM}}}", "fp32", 1),
+    "two-ranks": (f"{{{PKM}}}", "fp32", 2),
 }
 INIT_SCALE = 2.0**25  # fp16's first steps overflow, so that skips and the scale are worth saving
 
@@ -80,8 +82,8 @@ class Ground:
         self.forks.pkmlm(*warm, here=True)
         if not self.tokens.exists():
             self.forks.pkmlm("tokenize", self.text, "--valid", valid, "-o", self.tokens, "--vocab-size", 350)
-        for kind, (memory, precision, ranks) in KINDS.items():
-            text = RECIPE.format(kind=kind, tokens=self.tokens, memory=memory, precision=precision, steps=STEPS)
+        for kind, (memories, precision, ranks) in KINDS.items():
+            text = RECIPE.format(kind=kind, tokens=self.tokens, memories=memories, precision=precision, steps=STEPS)
             self.recipe(kind).write_text(text)
             shutil.rmtree(self.folder / "warm", ignore_errors=True)
             if ranks == 1:

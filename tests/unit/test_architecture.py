@@ -12,34 +12,36 @@ OWN = {path: tree for path, tree in FILES.items() if not path.stem.endswith("_pk
 # A room may import from rooms of a lower number, and from itself.
 FLOORS = {
     "errors": 0,
-    "recipe": 1,
     "console": 1,
-    "kernels": 2,
     "signals": 2,
     "seeds": 2,
     "environment": 2,
     "files": 2,
+    "kernels": 2,
     "device": 3,
     "distributed": 3,
     "launched": 4,
     "memory": 4,
-    "data": 4,
-    "model": 5,
-    "runs": 5,
-    "cost": 6,
-    "cost_tables": 7,
-    "export": 7,
-    "evaluate": 8,
-    "measure": 9,
-    "report": 10,
-    "train": 11,
-    "attach": 12,
-    "bench": 12,
-    "sweep": 13,
-    "cli": 14,
-    "__main__": 15,
-    "__init__": 15,  # the Python front door, which imports lazily
+    "recipe": 5,
+    "data": 6,
+    "model": 6,
+    "runs": 7,
+    "cost": 7,
+    "cost_tables": 8,
+    "export": 8,
+    "evaluate": 9,
+    "measure": 10,
+    "report": 11,
+    "train": 12,
+    "attach": 13,
+    "bench": 13,
+    "sweep": 14,
+    "cli": 15,
+    "__main__": 16,
+    "__init__": 16,  # the Python front door, which imports lazily
 }
+# What others put into their own networks, and exports ship: these import nothing of the tool.
+LIBRARY_ROOMS = {"memory", "kernels", "distributed", "errors", "seeds"}
 HEAVY = {"torch", "numpy", "scipy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich", "lm_eval"}
 HEAVY |= {"datasets", "pydantic", "tokenizers"}
 
@@ -72,21 +74,45 @@ def test_imports_go_one_way():
                 assert parts[1] == own or FLOORS[parts[1]] < FLOORS[own], f"{path} imports {name}"
 
 
+def test_memories_and_kernels_import_nothing_of_the_tool():
+    for path, tree in OWN.items():
+        if room(path) in ("memory", "kernels"):
+            assert own_rooms(set(imports(tree))) <= LIBRARY_ROOMS, path
+
+
 def test_no_imports_go_in_a_circle():
     modules = {".".join(("pkmlm", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in OWN}
     order = TopologicalSorter()
     for module, path in modules.items():
-        for name in imports(OWN[path]):
+        tree = OWN[path]
+        if room(path) == "memory" and path.stem.endswith("spec"):  # which loads its layer when it builds one
+            tree = ast.Module([node for node in tree.body if isinstance(node, ast.ImportFrom)], [])
+        for name in imports(tree):
             owner = name if name in modules else name.rpartition(".")[0]
             if owner in modules and owner != module:
                 order.add(module, owner)
     order.prepare()  # raises CycleError, which names the circle
 
 
+def loaded_by(program: str) -> set[str]:
+    """The modules that a program loads in a new process."""
+    program = f"import sys, {program}; print(*sys.modules)"
+    return set(subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).split())
+
+
+def own_rooms(modules: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in modules if name.startswith("pkmlm.")}
+
+
+def test_what_is_known_of_memories_is_known_without_torch():
+    loaded = loaded_by("pkmlm.memory.registry")
+    assert "pkmlm.memory.ngram.spec" in loaded
+    assert own_rooms(loaded) == {"memory"}
+    assert not loaded & (HEAVY | {"yaml"})
+
+
 def test_a_tokenizer_is_loaded_without_recipes_or_runs():
-    program = "import sys, pkmlm.data.tokenizer; print(*(name for name in sys.modules if name.startswith('pkmlm.')))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert {name.split(".")[1] for name in done.stdout.split()} == {"console", "data", "errors", "files"}
+    assert own_rooms(loaded_by("pkmlm.data.tokenizer")) == {"console", "data", "errors", "files"}
 
 
 LIBRARY = ["UsageCounters", "RowAdam", "ProductKeyMemory", "FlatKeyMemory", "PEER", "HashLayer", "NGramMemory"]
@@ -106,7 +132,8 @@ def test_what_others_put_into_their_networks_stands_alone():
     loaded = {name: modules for name, *modules in map(str.split, said.splitlines())}
     assert list(loaded) == LIBRARY
     for name, modules in loaded.items():
-        assert len(modules) <= 20, (name, modules)
+        assert len(modules) <= 25, (name, modules)
+        assert name == "UsageCounters" or own_rooms(modules) <= LIBRARY_ROOMS
 
 
 def test_commands_import_heavy_packages_only_when_they_run():

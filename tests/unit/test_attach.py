@@ -44,6 +44,7 @@ from pkmlm.attach.places import base_parameters
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.measure.slots import LogitLens
+from pkmlm.memory.registry import SPECS
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROTARY = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 99}
@@ -67,6 +68,11 @@ MEMORIES = {
     "peer": {**KEYS, "kind": "peer"},
     "ngram": NGRAMS,
     "ngram-lite": {**NGRAMS, "fusion": "add", "row_dim": 32},
+}
+HASH = {"kind": "hash", "parts": ["ffn"], "bits": 4, "extra_bits": 1}
+IN_PLACE = {
+    **{name: memory for name, memory in MEMORIES.items() if memory["kind"] != "ngram"},
+    "hash": HASH,
 }
 IDS = torch.randint(1, 99, (3, 20), generator=torch.Generator().manual_seed(0))
 
@@ -128,6 +134,19 @@ def test_a_zero_gate_changes_no_bit_and_a_trained_memory_comes_back(name, memory
     assert torch.equal(logits(copy.deepcopy(model)), after)
 
 
+def test_hash_tables_in_the_place_of_the_ffn(tmp_path):
+    model = base()
+    before = logits(model)
+    attachment = pkmlm.attach(model, HASH, layers=[1, 2], mode="replace")
+    train(model, attachment)
+    after = logits(model)
+    assert [(each.layer, each.part) for each in attachment.usage([IDS])] == [*product((1, 2), ("ffn1", "ffn2"))]
+    attachment.save(tmp_path / "saved")
+    attachment.detach()
+    assert torch.equal(logits(model), before)
+    assert torch.equal(logits(pkmlm.attach(model, tmp_path / "saved").model), after)
+
+
 def left_on(model):
     """What attaching could leave on a model: its modules, and what is set on each of them."""
     parts = {name: part for name, part in model.named_modules() if "pkmlm" not in name}
@@ -147,6 +166,7 @@ def test_several_attachments_are_saved_and_detached_each_by_itself(order, tmp_pa
         ({"memory": NGRAMS, "layers": [2]}, "ngrams"),
     ]
     every = [grown(pkmlm.attach(model, **how)) for how, _ in hows]
+    assert [each.usage([IDS])[0].memory for each in every] == ["memory", "memory-2", "memory-3"]
     assert not any(parameter.requires_grad for _, parameter in base_parameters(model))
     after = logits(model)
     for each, (_, name) in zip(every, hows, strict=True):
@@ -211,6 +231,7 @@ def test_a_layer_that_the_user_made(kind, mode, tmp_path):
         assert torch.equal(tensor, start[name])
     assert torch.equal(logits(model), before) == (mode == "add")
     assert (layer.tap.layer, attachment.usage([IDS])[0].layer) == (2, 2)
+    assert layer.tap.name == "memory"
     train(model, attachment)
     attachment.save(tmp_path / "saved")
     assert torch.equal(logits(pkmlm.attach(base(), tmp_path / "saved").model), logits(model))
@@ -220,16 +241,18 @@ def test_a_layer_that_the_user_made(kind, mode, tmp_path):
 
 
 def test_an_n_gram_layer_that_the_user_made(tmp_path, tokens):
-    layer = pkmlm.NGramMemory(32, orders=(2, 3), heads=2, rows=101, row_dim=8)
+    arguments = {"orders": (2, 3), "heads": 2, "rows": 101, "row_dim": 8}
+    layer = pkmlm.NGramMemory(32, **arguments, canonical=False)
     model = base()
     attachment = pkmlm.attach(model, layer, layers=[1])
     train(model, attachment)
     attachment.save(tmp_path / "saved")
     again = pkmlm.attach(base(), tmp_path / "saved")
     assert torch.equal(logits(again.model), logits(model))
-    assert not again.module.arguments["canonical"]
-    with pytest.raises(UserError, match="at most 100"):  # its ids are canonical only if a tokenizer is given
-        pkmlm.attach(base(), layer, layers=[1], tokenizer=tokens)
+    assert not again.module.spec.canonical
+    for tokenizer, says in ((None, "need the model's tokenizer"), (tokens, "at most 100")):
+        with pytest.raises(UserError, match=says):
+            pkmlm.attach(base(), pkmlm.NGramMemory(32, **arguments), layers=[1], tokenizer=tokenizer)
 
 
 def test_a_layer_that_does_not_fit_is_refused_and_left_alone():
@@ -240,7 +263,7 @@ def test_a_layer_that_does_not_fit_is_refused_and_left_alone():
         (made(16, **small), [1], "width 16"),
         (made(32, **{**small, "query_norm": "batch"}), [1], "padding"),
         (made(32, **small).bfloat16(), [1], "bfloat16"),
-        (pkmlm.HashLayer(32, 32, bits=4), [1], "HashLayer"),
+        (pkmlm.HashLayer(32, 32, bits=4), [1], "kind hash is qkv and ffn"),
     ):
         model = base()
         fresh = left_on(model)
@@ -312,7 +335,8 @@ def test_saving_the_network_warns_and_the_memory_can_be_brought_back(tmp_path):
     assert torch.equal(logits(back), logits(base()))
     again = pkmlm.attach(back, KEYS, layers=[1, 2])
     stored = load_file(tmp_path / "whole" / "model.safetensors")
-    own = {name.removeprefix("pkmlm.1."): tensor for name, tensor in stored.items() if name.startswith("pkmlm.1.")}
+    name = "pkmlm.memory."
+    own = {key.removeprefix(name): tensor for key, tensor in stored.items() if key.startswith(name)}
     again.module.load_state_dict(own)
     assert torch.equal(logits(back), expected)
     attachment.detach()
@@ -582,10 +606,11 @@ def test_the_trainer_of_transformers_trains_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("memory", "mode"),
-    [*((memory, "add") for memory in MEMORIES), *((memory, "replace") for memory in MEMORIES if "ngram" not in memory)],
+    [*((memory, "add") for memory in MEMORIES.values()), *((memory, "replace") for memory in IN_PLACE.values())],
+    ids=[*(f"{name}-add" for name in MEMORIES), *(f"{name}-replace" for name in IN_PLACE)],
 )
 def test_the_dense_control_has_as_many_operations_and_the_same_handle(memory, mode, tmp_path):
-    like = pkmlm.attach(base(), MEMORIES[memory], layers=[1, 2], mode=mode)
+    like = pkmlm.attach(base(), memory, layers=[1, 2], mode=mode)
     model = base()
     before = logits(model)
     control = pkmlm.attach_dense(model, like=like)
@@ -675,7 +700,7 @@ def test_the_strongest_slots_and_the_tokens_that_read_them(memory):
     logits_V = v_D @ model.lm_head.weight.detach().T
     assert found[0]["raises"][0]["token"] == str(int(logits_V.argmax()))
     assert [each["slot"] for each in attachment.slots(batches, str, layer=1, top=3)] != found[:3]
-    with pytest.raises(UserError, match="no memory at layer"):
+    with pytest.raises(UserError, match=r"no memory .*3"):
         attachment.slots(batches, str, layer=3)
     model = base("gpt2").train()
     model.transformer.drop.p = 0.5  # of no effect on what is measured
@@ -725,7 +750,7 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
         pkmlm.attach(changed, tmp_path / "tabled")
     with pytest.raises(UserError, match="layers is"):
         pkmlm.attach(base(), KEYS, layers=[1]).load(tmp_path / "a")
-    with pytest.raises(UserError, match="arguments is"):
+    with pytest.raises(UserError, match="topk is 4"):
         pkmlm.attach(base(), {**KEYS, "topk": 3}, layers=[2]).load(tmp_path / "a")
     for name in ("attached.safetensors", "attached.json"):
         attachment.save(tmp_path / name)
@@ -755,7 +780,7 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
     ("memory", "how", "says"),
     [
         ({**KEYS, "query_norm": "batch"}, {"layers": [1]}, "padding"),
-        ({**KEYS, "kind": "none"}, {"layers": [1]}, "product-key, flat-key, peer, ngram"),
+        ({**KEYS, "kind": "none"}, {"layers": [1]}, ", ".join(SPECS)),
         ({**KEYS, "num_kyes": 3}, {"layers": [1]}, "num_kyes (did you mean num_keys?)"),
         (5, {"layers": [1]}, "memory is 5"),
         ({**KEYS, "topk": 300}, {"layers": [1]}, "topk"),
@@ -769,7 +794,12 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
         (KEYS, {}, "layers is None"),
         (KEYS, {"layers": [1], "mode": "beside"}, "add or replace"),
         (KEYS, {"layers": [1], "freeze": "no"}, "freeze is 'no' (expected True or False)"),
-        (KEYS, {"layers": [1], "tokenizer": "."}, "only n-gram memories"),
+        ({**KEYS, "optim": {"lr": 1e-3}}, {"layers": [1]}, "`optimizer`"),
+        ({**KEYS, "expert": "relu"}, {"layers": [1]}, "unknown key expert"),
+        (KEYS, {"layers": [1], "tokenizer": "."}, "no canonical ids"),
+        (HASH, {"layers": [1]}, "expected replace"),
+        ({**HASH, "parts": ["qkv"]}, {"layers": [1], "mode": "replace"}, "kind hash is qkv"),
+        ({**HASH, "bits": 5}, {"layers": [1], "mode": "replace"}, "a divisor of 32"),
         (NGRAMS, {"layers": [1], "mode": "replace"}, "expected add"),
         ({**NGRAMS, "rows": 100}, {"layers": [1]}, "a prime, such as 101"),
         ({**NGRAMS, "fusion": "add"}, {"layers": [1]}, "row_dim"),
@@ -824,7 +854,7 @@ def test_n_grams_do_not_reach_over_the_token_that_begins_a_document():
         a, b = (stream_of(model, attachment, ids)[0] for ids in (one, other))
         assert torch.equal(a[10:], b[10:]) == closed
         assert not torch.equal(a[9], b[9])
-    found = attachment.module.ngram_ids.canonical_V.tolist()
+    found = attachment.module.token_ids.ids_V.tolist()
     assert [token for token, each in enumerate(found) if each == 0] == [7, 99]
     assert len(set(found)) == 99  # token 0 is a word like any other
 
@@ -842,7 +872,7 @@ def test_n_grams_are_read_on_from_a_cache_and_never_guessed(name):
         parts.append(found.logits)
         cache = found[past]
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
-    with pytest.raises(UserError, match="holds 8 positions, of which the n-gram memory has seen 0"):
+    with pytest.raises(UserError, match="holds 8 positions, of which the memory has seen 0"):
         logits(model, input_ids=IDS[:, 8:], **{past: unseen[past]})
     with pytest.raises(UserError, match="input_ids is None"):
         model(inputs_embeds=torch.zeros(1, 3, 32))
@@ -951,7 +981,7 @@ def test_canonical_ids_are_those_of_the_models_tokenizer(tmp_path, tokens):
     memory = {**NGRAMS, "canonical": True}
     model = LlamaForCausalLM(config)
     attachment = pkmlm.attach(model, memory, layers=[1], tokenizer=tokens)
-    found = attachment.module.ngram_ids.canonical_V
+    found = attachment.module.token_ids.ids_V
     one, other = (own.encode(text)[0] for text in ("The", "the"))
     assert one != other
     assert found[one] == found[other]
@@ -959,11 +989,11 @@ def test_canonical_ids_are_those_of_the_models_tokenizer(tmp_path, tokens):
     grown(attachment).save(tmp_path / "memory")
     attachment.detach()
     again = pkmlm.attach(copy.deepcopy(model), tmp_path / "memory")  # without the tokenizer
-    assert torch.equal(again.module.ngram_ids.canonical_V, found)
+    assert torch.equal(again.module.token_ids.ids_V, found)
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.model").write_bytes(own.model_bytes)
     beside = pkmlm.attach(LlamaForCausalLM.from_pretrained(tmp_path / "model"), memory, layers=[1])
-    assert torch.equal(beside.module.ngram_ids.canonical_V, found)
+    assert torch.equal(beside.module.token_ids.ids_V, found)
     with pytest.raises(UserError, match="at most 100, as in the model"):
         pkmlm.attach(base(), memory, layers=[1], tokenizer=tokens / "tokenizer.model")
     nameless = base()

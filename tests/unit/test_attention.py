@@ -12,13 +12,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from pkmlm.errors import UserError
 from pkmlm.evaluate.lm_eval import PkmLM
 from pkmlm.evaluate.load import load_run
+from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.init import initialise, orthogonal_rows
+from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.model import efficient_attention
 from pkmlm.model.attention import KVCache, rotate, rotation
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
-from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
 
 CONTEXT, WIDTH = 150, 6
 
@@ -175,19 +177,20 @@ def test_dropout_of_linformer_acts_in_training_alone():
 
 
 OPTIONS = AttentionOptions(features=9, block=16, rank=3)
-SHAPE = {"dim": 16, "layers": 2, "heads": 2, "context": 70, "hash": Hash(bits=4), "attention_options": OPTIONS}
-MEMORY = Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8)
+SHAPE = {"dim": 16, "layers": 2, "heads": 2, "context": 70, "attention_options": OPTIONS}
+TRAIN = Train(batch_tokens=140, micro_batch=2)
+PKM = ProductKeySpec(layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8)
 BODIES = {
     "learned": {},
     "rotary": {"positions": "rotary", "rotary_fraction": 0.5, "residual": "parallel"},
-    "hash": {"projections": "hash", "positions": "rotary"},
-    "memory": {"memory": MEMORY},
+    "hash": {"memories": {"tables": HashSpec(bits=4)}, "positions": "rotary"},
+    "memory": {"memories": {"pkm": PKM}},
 }
 
 
 def model_of(name: str, body: str) -> Transformer:
     model = Model(attention=name, **SHAPE, **BODIES[body])
-    built = build_model(check_recipe(Recipe(model=model, train=Train(batch_tokens=140, micro_batch=2))), 50).eval()
+    built = build_model(check_recipe(Recipe(model=model, train=TRAIN)), 50).eval()
     with torch.no_grad():
         for path, parameter in built.named_parameters():
             if "attention.qkv" in path:
@@ -239,7 +242,7 @@ def test_queries_and_keys_are_rotated_first_and_there_is_no_cache(name):
 def test_tasks_score_each_choice_by_itself(trained):
     name = "cosformer"
     run = load_run(trained("dense"))
-    recipe = replace(run.recipe, model=Model(attention=name, **SHAPE))
+    recipe = replace(run.recipe, model=Model(attention=name, **SHAPE), train=TRAIN)
     model = build_model(recipe, run.tokenizer.size).eval()
     run = replace(run, recipe=recipe, model=model)
     pairs = [("The old house stood", choice) for choice in (" on a hill", " on a rock", " alone", " on a hill")]

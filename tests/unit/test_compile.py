@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,16 +9,19 @@ import torch
 from pkmlm.bench.models import RandomBatches, random_tokens
 from pkmlm.errors import UserError
 from pkmlm.kernels import matmul
+from pkmlm.memory.hash.spec import HashSpec
+from pkmlm.memory.ngram.spec import NGramSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
+from pkmlm.memory.spec import Spec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.constraints import check_recipe
-from pkmlm.recipe.schema import Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import Model, Recipe, Train
 from pkmlm.train.compile_and_recompute import compile_dense_parts
 from pkmlm.train.step import TrainState, train_step
 
 
-def recipe_of(layers: int, memory: Memory, *, compiled: bool) -> Recipe:
+def recipe_of(layers: int, *, compiled: bool, **memories: Spec) -> Recipe:
     train = Train(batch_tokens=64, micro_batch=2, compile=compiled)
-    return Recipe(model=Model(dim=32, layers=layers, heads=2, context=16, dropout=0.1, memory=memory), train=train)
+    return Recipe(model=Model(dim=32, layers=layers, heads=2, context=16, dropout=0.1, memories=memories), train=train)
 
 
 def state_of(recipe: Recipe) -> TrainState:
@@ -40,12 +42,12 @@ def test_compiling_changes_no_loss_beyond_rounding(monkeypatch):
     if torch.backends.mkldnn.is_available():  # products as on a CPU that leaves them to oneDNN
         monkeypatch.setattr(matmul, "PREFER_ONEDNN", True)
         monkeypatch.setattr(matmul, "ONEDNN_WORK", 1)
-    plain, compiled = (state_of(recipe_of(1, Memory(), compiled=choice)) for choice in (False, True))
+    plain, compiled = (state_of(recipe_of(1, compiled=choice)) for choice in (False, True))
     before, counted = [train_step(plain, step).loss for step in (1, 2, 3)], graphs()
     assert [train_step(compiled, step).loss for step in (1, 2, 3)] == pytest.approx(before, abs=1e-5)
     assert graphs() == counted + 1
 
-    again = state_of(recipe_of(1, Memory(), compiled=True))  # as a resumed run goes on
+    again = state_of(recipe_of(1, compiled=True))  # as a resumed run goes on
     again.model.load_state_dict(compiled.model.state_dict())
     for group, saved in zip(again.param_groups, compiled.param_groups, strict=True):
         group.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
@@ -59,12 +61,14 @@ def test_compiling_changes_no_loss_beyond_rounding(monkeypatch):
 
 @compiles
 def test_memories_stay_outside():
-    memory = Memory("product-key", ("2", "3+"), 8, 2, 4, 16)
-    model = build_model(recipe_of(3, memory, compiled=False), 50)
+    pkm = ProductKeySpec(layers=("2", "3+"), num_keys=8, heads=2, topk=4, key_dim=16)
+    tables, ngrams = HashSpec(layers=("4",), bits=4), NGramSpec(layers=("5",), heads=1, rows=31, row_dim=4)
+    model = build_model(recipe_of(5, compiled=False, pkm=pkm, tables=tables, ngrams=ngrams), 50)
     names = [name for name, _ in model.named_parameters()]
     compile_dense_parts(model)
     replaced = {name for name, module in model.named_modules() if "forward" in vars(module)}
-    assert replaced == {"blocks.0", "blocks.1.attention", "blocks.2.attention", "blocks.2.parts.ffn"}
+    inner = {f"blocks.{block}.attention" for block in (1, 2, 3, 4)} | {f"blocks.{block}.parts.ffn" for block in (2, 4)}
+    assert replaced == {"blocks.0"} | inner
     assert names == [name for name, _ in model.named_parameters()]
 
 
@@ -74,11 +78,5 @@ def test_without_a_compiler_training_does_not_begin(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", fail)
     with pytest.raises(UserError, match=r"train\.compile: .*C\+\+ compiler was found$") as error:
-        state_of(recipe_of(1, Memory(), compiled=True))
+        state_of(recipe_of(1, compiled=True))
     assert error.value.exit_code == 1
-
-
-def test_hash_tables_leave_nothing_to_compile():
-    recipe = recipe_of(2, Memory(), compiled=True)
-    with pytest.raises(UserError, match=r"train\.compile: hash tables leave nothing dense to compile"):
-        check_recipe(replace(recipe, model=replace(recipe.model, projections="hash")))

@@ -15,15 +15,22 @@ from pkmlm.cost import (
     bytes_sent,
     cost_of,
     divisions,
-    most_keys,
+    largest_memory,
     row_gradient_bytes,
 )
 from pkmlm.kernels.row_gradient import exchange_bytes
+from pkmlm.memory.flat_key.spec import FlatKeySpec
 from pkmlm.memory.hash.layer import HashLayer
+from pkmlm.memory.hash.spec import HashSpec
+from pkmlm.memory.ngram.spec import NGramSpec
+from pkmlm.memory.peer.spec import PEERSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
+from pkmlm.memory.registry import SPECS
+from pkmlm.memory.spec import Spec
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, NGram, Parallel, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Model, Parallel, Recipe, Train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GIGA, MEGA = 1e9, 1e6
@@ -77,7 +84,7 @@ def test_table_3_of_memoryformer() -> None:
 def test_table_5_of_memoryformer() -> None:
     qkv = 64 * 2**8 * 3 * 512
     for extra, megabytes in ((0, 33.6), (1, 52.4), (2, 88.1), (3, 157.3)):
-        cost = preset("memoryformer/tiny.yaml", f"model.hash.extra_bits={extra}")
+        cost = preset("memoryformer/tiny.yaml", f"model.memories.tables.extra_bits={extra}")
         block = cost.as_json()["block"][0]
         assert round((block["table_bytes"] - 2 * qkv) / MEGA, 1) == megabytes
 
@@ -162,33 +169,37 @@ def test_pkm_models_by_hand(layers: int, dim: int, memories: int) -> None:
     dense = 60_000 * dim + 512 * dim + blocks + 2 * dim  # tied embeddings, positions, blocks, the last norm
     assert (dense, memories * 512 * 512 * dim) == PKM[layers, dim, memories]
     name = f"pkm/{layers}-layers{'-1600' if dim == 1600 else ''}.yaml"
-    cost = preset(name, *([] if memories else ["model.memory.kind=none"]))
+    cost = preset(name, *([] if memories else ["model.memories=null"]))
     assert (cost.dense, cost.memory) == PKM[layers, dim, memories]
 
 
 def models() -> list[Recipe]:
     """A small model of each kind and option that changes the number of parameters."""
-    kinds = product(("none", "product-key", "flat-key"), ("dense", "hash"), ("linear", "mlp"))
+    kinds = product((None, "product-key", "flat-key"), (("qkv", "ffn"), ("qkv",)), ("linear", "mlp"))
     norms = ("batch", "layer", "rms", "none")
     found = []
-    for number, (kind, projections, query) in enumerate(kinds):
+    for number, (kind, parts, query) in enumerate(kinds):
         odd = number % 2 == 1
-        memory = Memory(kind=kind, layers=("1+", "3"), num_keys=6, heads=3, topk=4, key_dim=10, query=query)
-        memory = Memory(**{**vars(memory), "query_norm": norms[number % 4]})
+        memories: dict[str, Spec] = {}
+        if kind:
+            keys = {"num_keys": 6, "heads": 3, "topk": 4, "key_dim": 10, "query": query}
+            memories["keys"] = SPECS[kind](layers=("1+", "3"), query_norm=norms[number % 4], **keys)
+        if number % 4 > 1:
+            memories["tables"] = HashSpec(bits=4, parts=parts, layers=("1", "2"))
+        if number % 3 == 1:
+            memories["ngrams"] = NGramSpec(layers=("1", "3"), heads=2, rows=11, row_dim=5, conv=odd)
         model = Model(
             dim=32,
             layers=3,
             heads=4,
             context=16,
             positions="rotary" if number % 3 else "learned",
-            projections=projections,
             attention=("softmax", "linformer", "cosformer", "performer")[number % 4],
             attention_options=AttentionOptions(features=7, block=5, rank=2),
             ffn_dim=48 if number % 5 == 0 else None,
             bias=odd,
             tie_embeddings=number % 4 < 2,
-            memory=memory,
-            hash=Hash(bits=4, extra_bits=2),
+            memories=memories,
         )
         found.append(check_recipe(Recipe(model=model, train=Train(batch_tokens=64, micro_batch=2))))
     return found
@@ -202,11 +213,10 @@ def test_the_built_model_has_as_many_parameters(recipe: Recipe) -> None:
     assert cost.memory == sum(p.numel() for name, p in parameters.items() if "values" in name)
 
 
-def key_memory_model(**changes: object) -> Recipe:
-    memory = Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=6)
-    model = Model(dim=16, layers=2, heads=2, context=10, memory=memory, ffn_dim=20)
-    train = Train(batch_tokens=40, micro_batch=2, precision="fp32")
-    return Recipe(**{"model": model, "train": train, **changes})
+def key_memory_model(topk: int = 4, **changes: object) -> Recipe:
+    pkm = ProductKeySpec(layers=("2",), num_keys=8, heads=2, topk=topk, key_dim=6)
+    model = Model(dim=16, layers=2, heads=2, context=10, memories={"pkm": pkm}, ffn_dim=20)
+    return Recipe(**{"model": model, "train": Train(batch_tokens=40, micro_batch=2, precision="fp32"), **changes})
 
 
 def test_a_key_memory_by_hand() -> None:
@@ -252,9 +262,9 @@ def test_attention_costs_what_its_products_do(attention: str, context: int) -> N
 @pytest.mark.parametrize("kind", ["product-key", "flat-key", "peer"])
 def test_memories_cost_what_their_products_do(kind: str, changes: dict[str, object]) -> None:
     """torch counts maps and the scores of all keys; products with rows and their weighted sums are none of its own."""
-    memory = Memory(**{"kind": kind, "layers": ("1",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 6, **changes})
-    recipe = Recipe(model=Model(dim=16, layers=1, heads=2, context=40, memory=memory))
-    layer = build_model(recipe, 30).blocks[0].parts["memory"]
+    memory = SPECS[kind](layers=("1",), num_keys=8, heads=2, topk=4, key_dim=6, **changes)
+    recipe = Recipe(model=Model(dim=16, layers=1, heads=2, context=40, memories={"keys": memory}))
+    layer = build_model(recipe, 30).blocks[0].parts["memory_keys"]
     with FlopCounterMode(display=False) as counted:
         layer(torch.randn(1, 40, 16))
     attention, rows = 4 * 16 * 16, 2 * 4 * ((memory.value_dim or 16) + (16 if kind == "peer" else 0))
@@ -272,7 +282,8 @@ def test_a_dense_model_costs_what_its_products_do(changes: dict[str, object]) ->
 
 @pytest.mark.parametrize(("bits", "extra"), [(4, 0), (4, 2)])
 def test_hash_layers_cost_what_the_papers_formula_says(bits: int, extra: int) -> None:
-    model = Model(dim=32, layers=1, heads=4, context=10, projections="hash", hash=Hash(bits=bits, extra_bits=extra))
+    tables = HashSpec(bits=bits, extra_bits=extra)
+    model = Model(dim=32, layers=1, heads=4, context=10, memories={"tables": tables})
     wide = 8 * (bits + extra)
     shapes = ((bits, 96), (bits, wide), (bits + extra, 32))  # tau and h; K = 8 tables, s = 10 tokens
     layers = [(8 * 2**tau * width, 10 * (tau + width) * 8) for tau, width in shapes]
@@ -289,9 +300,7 @@ def test_memory_to_train_by_hand() -> None:
     assert cost.training["moments"] == 8 * all_parameters
     tokens = recipe.train.batch_tokens
     assert cost.training["gradients"] == 4 * cost.dense + tokens * (2 * 4 * 40 + 4 * 16)
-    few = key_memory_model(train=Train(batch_tokens=10, micro_batch=1))
-    memory = few.model.memory
-    few = Recipe(model=Model(**{**vars(few.model), "memory": Memory(**{**vars(memory), "topk": 1})}), train=few.train)
+    few = key_memory_model(1, train=Train(batch_tokens=10, micro_batch=1))
     assert cost_of(few, 30).training["gradients"] == 4 * cost.dense + 10 * (2 * 40 + 4 * 16)
     assert cost.training["logits"] == 8 * 30 * (2 * 10 + 16)  # and of 512 tokens at most:
     long = cost_of(key_memory_model(train=Train(batch_tokens=1000, micro_batch=100)), vocab_size=5000)
@@ -304,17 +313,19 @@ def test_memory_to_train_by_hand() -> None:
     assert row_gradient_bytes(many.blocks[1].tables[0], 4000, 20, 2) == 2 * 20 * (2 * 4 * 40 + 4 * 8) + 2 * 4 * 64 * 8
 
 
-POOLED = Memory(
-    kind="product-key", layers=("1", "2"), key_dim=64, query_norm="none", key_norm="rms", gate="silu", share_values=True
+POOLED = ProductKeySpec(
+    layers=("1", "2"), key_dim=64, query_norm="none", key_norm="rms", gate="silu", share_values=True
 )
 
 
 def test_a_pool_is_counted_once_and_read_in_each_layer() -> None:
     """128^2 slots of 64, for two layers; 4 * 32 reads of a token in each; 256 tokens per step, 64 a micro-batch."""
-    model = Model(dim=64, layers=3, heads=4, context=64, memory=replace(POOLED, num_keys=128))
-    recipe = Recipe(model=model, train=Train(batch_tokens=256, micro_batch=1))
-    own = replace(recipe, model=replace(model, memory=replace(model.memory, share_values=False)))
-    cost, two = cost_of(recipe, 100), cost_of(own, 100)
+    recipes = []
+    for shared in (True, False):
+        plus = replace(POOLED, num_keys=128, share_values=shared)
+        model = Model(dim=64, layers=3, heads=4, context=64, memories={"plus": plus})
+        recipes.append(Recipe(model=model, train=Train(batch_tokens=256, micro_batch=1)))
+    recipe, (cost, two) = recipes[0], (cost_of(each, 100) for each in recipes)
     assert (cost.memory, two.memory) == (128**2 * 64, 2 * 128**2 * 64)
     assert (cost.dense, cost.flops_per_token) == (two.dense, two.flops_per_token)
     assert cost.gather_bytes_per_token == two.gather_bytes_per_token
@@ -347,48 +358,45 @@ def saved_bytes(recipe: Recipe, vocab_size: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"projections": "hash"},
-        {"positions": "rotary", "rotary_fraction": 0.25},
-        {"memory": Memory(kind="product-key", layers=("1", "2"), num_keys=32, key_dim=64)},
-        {"memory": Memory(kind="flat-key", layers=("1", "2"), num_keys=8, key_dim=64)},
-        {"memory": replace(POOLED, num_keys=32)},
-        {"memory": Memory(kind="peer", layers=("1", "2"), num_keys=32, key_dim=64)},
-        {"ngram": NGram(layers=(1, 2), rows=101)},
-        {"ngram": NGram(layers=(1, 2), rows=101, fusion="add", row_dim=128)},
-        *({"attention": kind, "context": 256} for kind in ("linformer", "cosformer", "performer")),
-    ],
-    ids=[
-        "dense",
-        "hash",
-        "rotary",
-        "product-key",
-        "flat-key",
-        "memory-plus",
-        "peer",
-        "ngram",
-        "ngram-lite",
-        "linformer",
-        "cosformer",
-        "performer",
-    ],
-)
-def test_the_estimate_of_activations_is_near_what_autograd_keeps(changes: dict[str, object]) -> None:
-    model = Model(**{"dim": 128, "layers": 2, "heads": 4, "context": 64, **changes})
+TWO = {"layers": ("1", "2")}
+BODIES = {
+    "dense": {},
+    "rotary": {"positions": "rotary", "rotary_fraction": 0.25},
+    "hash": {"memories": {"tables": HashSpec()}},
+    "product-key": {"memories": {"pkm": ProductKeySpec(**TWO, num_keys=32, key_dim=64)}},
+    "flat-key": {"memories": {"flat": FlatKeySpec(**TWO, num_keys=8, key_dim=64)}},
+    "memory-plus": {"memories": {"plus": replace(POOLED, num_keys=32)}},
+    "peer": {"memories": {"experts": PEERSpec(**TWO, num_keys=32, key_dim=64)}},
+    "ngram": {"memories": {"ngrams": NGramSpec(**TWO, rows=101)}},
+    "ngram-lite": {"memories": {"ngrams": NGramSpec(**TWO, rows=101, fusion="add", row_dim=128)}},
+    **{kind: {"attention": kind, "context": 256} for kind in ("linformer", "cosformer", "performer")},
+}
+BODIES["mixed"] = {
+    "memories": BODIES["ngram"]["memories"] | BODIES["peer"]["memories"] | {"maps": HashSpec(parts=("qkv",))}
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_the_estimate_of_activations_is_near_what_autograd_keeps(body: str) -> None:
+    model = Model(**{"dim": 128, "layers": 2, "heads": 4, "context": 64, **BODIES[body]})
     recipe = Recipe(model=model, train=Train(batch_tokens=4 * model.context, micro_batch=4, precision="fp32"))
     estimate = cost_of(recipe, vocab_size=64).training["activations"]
     assert estimate == pytest.approx(saved_bytes(recipe, 64), rel=0.1)
 
 
 # What ranks need and send, by hand. (What the engine sends: tests/distributed/test_cost.py.)
-KEYS = Memory(kind="product-key", layers=("2",), num_keys=1024, heads=4, topk=32, key_dim=128, query_norm="layer")
-# A memory of 2^20 slots, 512 wide; 8,192 tokens per step; 4 * 32 reads of a token.
-MILLION = Recipe(model=Model(dim=512, layers=2, heads=8, memory=KEYS), train=Train(batch_tokens=8192, micro_batch=4))
+KEYS = ProductKeySpec(layers=("2",), num_keys=1024, heads=4, topk=32, key_dim=128, query_norm="layer")
+
+
+def million(**changes: object) -> Recipe:
+    """A memory of 2^20 slots, 512 wide; 8,192 tokens per step; 4 * 32 reads of a token."""
+    model = Model(dim=512, layers=2, heads=8, memories={"pkm": replace(KEYS, **changes)})
+    return Recipe(model=model, train=Train(batch_tokens=8192, micro_batch=4))
+
+
+MILLION = million()
 HASHED = Recipe(
-    model=Model(dim=64, layers=1, heads=4, context=64, projections="hash", hash=Hash(bits=8, extra_bits=2)),
+    model=Model(dim=64, layers=1, heads=4, context=64, memories={"tables": HashSpec()}),
     train=Train(batch_tokens=512, micro_batch=1),
 )
 
@@ -423,7 +431,7 @@ def test_small_tables_are_summed_and_large_ones_told_read_by_read() -> None:
 
 
 def test_batch_statistics_grow_with_forwards_not_with_tokens() -> None:
-    batch = replace(MILLION, model=replace(MILLION.model, memory=replace(KEYS, query_norm="batch")))
+    batch = million(query_norm="batch")
     cost = cost_of(batch, 1000)
     features = 4 * 128
     assert bytes_sent(batch, cost, 2, 1)["statistics"] == 2 * (2 * features * 4 + 2 * features * 4)  # two forwards
@@ -471,7 +479,8 @@ def test_recomputation_keeps_the_inputs_of_blocks_and_one_block() -> None:
 
 def test_recomputation_repeats_all_but_the_last_table_of_each_block() -> None:
     """Block 2 ends with a memory: its last hash table is repeated, the last one of block 1, its like, is not."""
-    model = replace(HASHED.model, layers=2, memory=replace(KEYS, num_keys=16, layers=("2+",), topk=4))
+    memories = {**HASHED.model.memories, "pkm": replace(KEYS, num_keys=16, layers=("2+",), topk=4)}
+    model = replace(HASHED.model, layers=2, memories=memories)
     recipe = replace(HASHED, model=model, train=replace(HASHED.train, recompute=True))
     cost = cost_of(recipe, 100)
     last = 2 * model.dim
@@ -490,19 +499,29 @@ def test_every_division_that_is_possible() -> None:
 @pytest.mark.parametrize("memory", [1, 4])
 @pytest.mark.parametrize("limit", [10**9, 40 * 10**9])
 def test_the_largest_memory_fits_and_the_next_does_not(memory: int, limit: int) -> None:
-    num_keys = most_keys(MILLION, 1000, 4, memory, limit)
+    largest = largest_memory(MILLION, 1000, 4, memory, limit)
+    assert largest == ("pkm", largest.num_keys, largest.num_keys**2, 512 * largest.num_keys**2)
 
     def needed(keys: int) -> int:
-        recipe = replace(MILLION, model=replace(MILLION.model, memory=replace(KEYS, num_keys=keys)))
+        recipe = million(num_keys=keys)
         return sum(bytes_held(recipe, cost_of(recipe, 1000), 4, memory).values())
 
-    assert needed(num_keys) <= limit < needed(num_keys + 1)
+    assert needed(largest.num_keys) <= limit < needed(largest.num_keys + 1)
 
 
 def test_no_memory_fits_or_there_is_none() -> None:
-    assert most_keys(MILLION, 1000, 1, 1, 10**6) == 0
-    assert most_keys(HASHED, 100, 1, 1, 10**9) is None
-    assert most_keys(MILLION, 1000, 8, 8, 10**18) == 46340  # slots are told in 31 bits
+    assert largest_memory(MILLION, 1000, 1, 1, 10**6) == ("pkm", 0, 0, 0)
+    assert largest_memory(HASHED, 100, 1, 1, 10**9) is None
+    assert largest_memory(MILLION, 1000, 8, 8, 10**18).num_keys == 46340  # slots are told in 31 bits
+
+
+def test_the_first_memory_with_keys_grows_beside_the_others() -> None:
+    memories = {"tables": HashSpec(parts=("qkv",)), **MILLION.model.memories, "more": replace(KEYS, layers=("1",))}
+    mixed = replace(MILLION, model=replace(MILLION.model, memories=memories))
+    limit = 40 * 10**9
+    alone, beside = (largest_memory(recipe, 1000, 1, 1, limit) for recipe in (MILLION, mixed))
+    assert (alone.memory, beside.memory) == ("pkm", "pkm")
+    assert 0 < beside.num_keys < alone.num_keys
 
 
 def test_a_recipe_in_half_precision_sends_half_of_its_outputs() -> None:

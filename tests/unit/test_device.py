@@ -7,8 +7,10 @@ import torch
 from pkmlm.bench.models import RandomBatches
 from pkmlm.device import free_bytes, free_bytes_of_cgroups, is_finite, resolve_precision
 from pkmlm.errors import UserError, is_out_of_memory
+from pkmlm.memory.hash.spec import HashSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
+from pkmlm.recipe.schema import Model, Optim, Recipe, Train
 from pkmlm.train.step import TrainState, train_step
 
 OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}, {"neon": True, "bf16": True}
@@ -33,10 +35,10 @@ def test_a_cpu_gets_the_precision_with_a_reason(monkeypatch, requested, capabili
 
 
 # Where a rounded sign reads another bucket, losses part.
-@pytest.mark.parametrize(("projections", "apart"), [("dense", 0.05), ("hash", 0.25)])
-def test_bf16_on_a_cpu_trains_as_fp32_does(projections, apart):
-    memory = Memory("product-key", ("2+",), 8, 2, 4, 16)
-    model = Model(dim=32, layers=2, heads=2, context=16, memory=memory, projections=projections)
+@pytest.mark.parametrize(("others", "apart"), [({}, 0.05), ({"tables": HashSpec()}, 0.25)])
+def test_bf16_on_a_cpu_trains_as_fp32_does(others, apart):
+    pkm = ProductKeySpec(layers=("2+",), num_keys=8, heads=2, topk=4, key_dim=16)
+    model = Model(dim=32, layers=2, heads=2, context=16, memories={"pkm": pkm, **others})
     recipe = Recipe(model=model, optim=Optim(lr=3e-3, warmup_steps=5), train=Train(batch_tokens=64, micro_batch=2))
     losses = {}
     for precision in ("fp32", "bf16"):

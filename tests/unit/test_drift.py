@@ -13,16 +13,17 @@ from pkmlm.errors import UserError
 from pkmlm.measure import drift as drifting
 from pkmlm.measure.drift import RECORD, Drift
 from pkmlm.memory.base import memories
+from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Eval, Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import Eval, Model, Recipe, Train
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.step import TrainState, train_step
 from tests.conftest import after_step, pkmlm
 from tests.golden.test_curves import Stream
 
-MEMORY = Memory(kind="product-key", layers=("2",), num_keys=32, heads=2, topk=2, key_dim=8)
-MODEL = Model(dim=16, layers=2, heads=2, context=16, memory=MEMORY)
+MEMORY = ProductKeySpec(layers=("2",), num_keys=32, heads=2, topk=2, key_dim=8)
+MODEL = Model(dim=16, layers=2, heads=2, context=16, memories={"pkm": MEMORY})
 
 
 class Events:
@@ -188,5 +189,5 @@ def test_the_progress_line_tells_the_share_of_the_last_whole_window(monkeypatch,
         drift.record(step, Events().event)  # begins another window, but not of the progress line
     half = len(seen) // 2
     shares = [len(torch.cat(part).unique()) / tap.slots for part in (seen[:half], seen[half:])]
-    first, second = (f"layer 2 reads {share:.0%}  " for share in shares)
+    first, second = (f"layer 2 pkm reads {share:.0%}  " for share in shares)
     assert told == ["", "", first, first, first, second]

@@ -1,11 +1,13 @@
 """The exported model code computes what our model computes, for every model that a recipe can describe."""
 
 import ast
+import importlib
 import random
 import shutil
 import sys
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -13,83 +15,124 @@ import torch
 from safetensors import safe_open
 from torch.nn.functional import cross_entropy
 
-from pkmlm import export
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
-from pkmlm.export.config import CODE, Origin
-from pkmlm.export.configuration_pkmlm import PkmlmConfig
+from pkmlm.export import plain_pkmlm
+from pkmlm.export.bundle import MODEL as MODEL_CODE
+from pkmlm.export.bundle import TOKENIZER as TOKENIZER_CODE
+from pkmlm.export.bundle import bundle
+from pkmlm.export.config import Origin
 from pkmlm.export.folder import read_export, write_export
-from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
+from pkmlm.kernels import reference
 from pkmlm.kernels.reference import dequantize, quantize
 from pkmlm.memory.base import memories
+from pkmlm.memory.flat_key.spec import FlatKeySpec
+from pkmlm.memory.hash.spec import HashSpec
+from pkmlm.memory.ngram.spec import NGramSpec
+from pkmlm.memory.peer.spec import PEERSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
+from pkmlm.memory.registry import SPECS
+from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import tables_of
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.constraints import check_recipe, memory_layers
-from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, NGram, Recipe, Train, flatten
+from pkmlm.recipe.constraints import check_recipe
+from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
 
 CPU = torch.device("cpu")
-REFUSED = {("model.attention", kind) for kind in ("linformer", "cosformer", "performer")}
-# What is drawn for each key of `model` that is not a choice of words or yes and no, or not all of whose choices are
-# exported.
+REFUSED = {("Model.attention", kind) for kind in ("linformer", "cosformer", "performer")}
+# What is drawn for each key that is not a choice of words or yes and no, or not all of whose choices are exported; keys
+# that are not here have their defaults.
 DRAWN: dict[str, list[Any]] = {
-    "attention": ["softmax"],
-    "attention_options.features": [256],
-    "attention_options.block": [64],
-    "attention_options.rank": [16],
-    "vocab_size": [600, 607],
-    "dim": [24],
-    "layers": [3],
-    "heads": [2, 3],
-    "context": [20],
-    "rotary_fraction": [0.5, 1.0],
-    "ffn_dim": [None, 40],
-    "dropout": [0.1],
-    "memory.layers": [("2",), ("1+", "3"), ("auto:1+",), ("auto:2",)],
-    "memory.num_keys": [5, 8],
-    "memory.heads": [1, 3],
-    "memory.topk": [1, 5],
-    "memory.key_dim": [8],
-    "memory.value_dim": [None, 20, 24],
-    "ngram.layers": [(), (1, 3), (2,)],
+    "model.attention": ["softmax"],
+    "model.vocab_size": [600, 607],
+    "model.dim": [24],
+    "model.layers": [3],
+    "model.heads": [2, 3],
+    "model.context": [20],
+    "model.rotary_fraction": [0.5, 1.0],
+    "model.ffn_dim": [None, 40],
+    "model.dropout": [0.1],
+    "num_keys": [5, 8],
+    "topk": [1, 5],
+    "key_dim": [8],
+    "value_dim": [None, 20, 24],
+    "ngram.layers": [("1", "3"), ("2",), ("all",)],
     "ngram.orders": [(2,), (1, 3), (2, 3)],
-    "ngram.heads": [1, 2],
     "ngram.rows": [1, 31],
-    "ngram.row_dim": [24],
-    "hash.bits": [2, 4],
-    "hash.extra_bits": [0, 2],
-    "hash.temperature": [0.5, 1.0],
+    "row_dim": [24],
+    "heads": [1, 3],
+    "hash.layers": [("all",), ("2",)],
+    "hash.parts": [("qkv", "ffn"), ("ffn",), ("qkv",)],
+    "bits": [2, 4],
+    "extra_bits": [0, 2],
+    "temperature": [0.5, 1.0],
 }
+IN_PLACE, BESIDE = [("2",), ("1+", "3"), ("auto:1+",), ("auto:2",)], [("2+",), ("1+", "3+")]
+TOGETHER = [  # kinds of memories in one model
+    *([kind] for kind in SPECS),
+    ["product-key", "ngram"],
+    ["hash", "ngram", "peer"],
+    ["ngram", "ngram", "product-key", "product-key"],
+    ["flat-key", "hash"],
+    ["peer", "ngram"],
+]
 
 
-NO_MEMORY = ("model.memory.kind", "none")
+class Draws:
+    """Draws values for keys; no choice comes again before all others came."""
+
+    def __init__(self, seed: int):
+        self.random, self.decks = random.Random(seed), {}
+
+    def value(self, key: str, choices: list[Any]) -> Any:
+        if not self.decks.get(key):
+            self.decks[key] = self.random.sample(choices, len(choices))
+        return self.decks[key].pop()
+
+    def values(self, section: type, prefix: str, given: tuple[str, ...]) -> dict[str, Any]:
+        """A value for every key that has choices, except those that are given."""
+        found = {}
+        for field in fields(section):
+            hint = get_type_hints(section)[field.name]
+            choices = DRAWN.get(f"{prefix}.{field.name}") or DRAWN.get(field.name) or every_choice(hint)
+            if choices and field.name not in given:
+                found[field.name] = self.value(whole_name(section, field.name), choices)
+        return found
+
+    def model(self, kinds: list[str]) -> Model:
+        memories = {}
+        for number, kind in enumerate(kinds):
+            values = self.values(SPECS[kind], kind, ("kind",))
+            if "topk" in values:  # in place of an FFN, unless that is taken
+                taken = "hash" in kinds or any(kind == other for other in kinds[:number])
+                values["layers"] = self.value(f"layers {taken}", BESIDE if taken else IN_PLACE)
+            memories[f"m{number}-{kind}"] = SPECS[kind](kind=kind, **values)
+        return Model(memories=memories, **self.values(Model, "model", ("memories",)))
 
 
-def drawn(kind: Any, random_: random.Random, decks: dict[str, list[Any]], prefix: str = "") -> Any:
-    """A section of `model` with a value drawn for every key; no choice comes again before all others came."""
-    values = {}
-    for field in fields(kind):
-        hint, name = get_type_hints(kind)[field.name], f"{prefix}{field.name}"
-        if is_dataclass(hint):
-            values[field.name] = drawn(hint, random_, decks, f"{name}.")
-            continue
-        if not decks.get(name):
-            choices = DRAWN.get(name) or (get_args(hint) if get_origin(hint) is Literal else [True, False])
-            decks[name] = random_.sample(choices, len(choices))
-        values[field.name] = decks[name].pop()
-    return kind(**values)
+def whole_name(section: type, key: str) -> str:
+    """A key and the class that has it first: kinds of memories have some in common."""
+    return next(
+        f"{each.__name__}.{key}" for each in reversed(section.__mro__) if key in vars(each).get("__annotations__", {})
+    )
 
 
-def in_force(recipe: Recipe) -> list[tuple[str, Any]]:
+def every_choice(hint: Any) -> list[Any]:
+    return list(get_args(hint)) if get_origin(hint) is Literal else [True, False] if hint is bool else []
+
+
+def in_force(model: Model) -> set[tuple[str, Any]]:
     """The keys of `model` that the model depends on, with their values."""
-    model = recipe.model
-    unused: tuple[str, ...] = ("model.memory.",) if model.memory.kind == "none" else ()
-    unused += () if model.ngram.layers else ("model.ngram.",)
-    unused += ("model.ngram.conv",) if model.ngram.fusion == "add" else ()
-    unused += ("model.memory.expert",) if model.memory.kind != "peer" else ()
-    unused += ("model.memory.share_values",) if len(memory_layers(model)) < 2 else ()
-    unused += ("model.hash.",) if model.projections == "dense" else ("model.ffn_dim", "model.activation", "model.bias")
-    return [pair for pair in flatten(recipe).items() if not pair[0].startswith(unused)]
+    found = set()
+    for section in (model, *model.memories.values()):
+        for field in fields(section):
+            value = getattr(section, field.name)
+            alone = field.name == "share_values" and len(section.layer_places(model.layers)) < 2
+            unused = alone or (field.name == "conv" and section.fusion == "add")
+            if field.name not in ("memories", "optim") and not unused:
+                found.add((whole_name(type(section), field.name), value))
+    return found
 
 
 def recipe_of(model: Model) -> Recipe:
@@ -103,9 +146,9 @@ def unlike_new(model: Transformer, seed: int = 0) -> Transformer:
         if tensor.is_floating_point():
             noise = torch.rand(tensor.shape, generator=random_)
             tensor.mul_(0.5 + noise).add_(0.1 * (noise - 0.3) if tensor.ndim == 1 else 0)
-            if "ngram" in name and tensor.ndim == 2:  # rows and convolutions start at 0, or too small to tell
+            if ".before." in name and tensor.ndim == 2:  # rows and convolutions start at 0, or too small to tell
                 tensor.add_(0.5 * (noise - 0.5))
-        if name.endswith("canonical_V"):
+        if name.endswith("ids_V"):
             tensor.div_(2, rounding_mode="floor").add_(1)[2] = 0
         if name in ("embedding.weight", "untied_head.weight"):
             tensor.mul_(5)  # logits of a trained model's size
@@ -119,70 +162,109 @@ def tokenizer(tokens: Path) -> Tokenizer:
     return Tokenizer.load(tokens / "tokenizer.model")
 
 
-def exported(path: Path, model: Transformer, recipe: Recipe, tokenizer: Tokenizer, **how: Any) -> PkmlmForCausalLM:
-    write_export(path, model, recipe, tokenizer, Origin("tiny", 30, 7680), "a card", **how)
-    return PkmlmForCausalLM.from_pretrained(path, dtype="auto")  # transformers 4 widens otherwise
+@pytest.fixture(scope="module")
+def code(tmp_path_factory) -> ModuleType:
+    """The model's code, imported from the files of an export."""
+    folder = tmp_path_factory.mktemp("code") / "code_of_an_export"
+    folder.mkdir()
+    for name, text in bundle(*MODEL_CODE).items():
+        (folder / name).write_text(text)
+    sys.path.insert(0, str(folder.parent))
+    try:
+        return importlib.import_module(f"{folder.name}.modeling_pkmlm")
+    finally:
+        sys.path.remove(str(folder.parent))
 
 
-def test_logits_of_random_recipes(tmp_path, tokenizer):
-    random_, decks = random.Random(0), {}
-    seen = {pair for model in KINDS.values() for pair in in_force(recipe_of(model))}  # whose logits are compared below
-    for seed in range(10):
-        recipe = recipe_of(drawn(Model, random_, decks))
-        seen |= set(in_force(recipe))
+@pytest.fixture(scope="module")
+def exported(code, tokenizer):
+    """A function that writes a model and loads it with the code of the export."""
+
+    def write(path: Path, model: Transformer, recipe: Recipe, **how: Any) -> Any:
+        write_export(path, model, recipe, tokenizer, Origin("tiny", 30, 7680), "a card", **how)
+        return code.PkmlmForCausalLM.from_pretrained(path, dtype="auto")  # transformers 4 widens otherwise
+
+    return write
+
+
+def test_logits_of_random_recipes(tmp_path, exported):
+    draws = Draws(0)
+    seen = {pair for model in KINDS.values() for pair in in_force(model)}  # whose logits are compared below
+    for seed, kinds in enumerate(TOGETHER):
+        recipe = recipe_of(draws.model(kinds))
+        seen |= in_force(recipe.model)
         ours = unlike_new(build_model(recipe, recipe.model.vocab_size), seed)
-        theirs = exported(tmp_path / str(seed), ours, recipe, tokenizer)
+        theirs = exported(tmp_path / str(seed), ours, recipe)
         ids_BT = torch.randint(600, (2, 20), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             expected, found = ours(ids_BT), theirs(ids_BT).logits
         assert expected.std() > 0.2
         assert (found - expected).abs().max() <= 1e-5, recipe.model
         back = read_export(tmp_path / str(seed), CPU)
-        assert replace(back.recipe, model=recipe.model) == recipe
+        assert back.recipe == recipe
         with torch.no_grad():
             assert torch.equal(back.model(ids_BT), expected)
-    for kind, prefix in ((Model, "model."), (Memory, "model.memory."), (Hash, "model.hash.")):
-        for name, hint in get_type_hints(kind).items():
-            every = get_args(hint) if get_origin(hint) is Literal else [True, False] if hint is bool else []
-            assert {(prefix + name, choice) for choice in every} <= {*seen, NO_MEMORY, *REFUSED}
+    for section in (Model, *SPECS.values()):
+        for field in fields(section):
+            choices = every_choice(get_type_hints(section)[field.name])
+            assert {(whole_name(section, field.name), choice) for choice in choices} <= {*seen, *REFUSED}
 
 
 @pytest.mark.parametrize("attention", [kind for _, kind in sorted(REFUSED)])
-def test_other_attention_than_softmax_is_not_exported(attention, tmp_path, tokenizer):
+def test_other_attention_than_softmax_is_not_exported(attention, tmp_path, exported):
     recipe = recipe_of(replace(MODEL, attention=attention, attention_options=AttentionOptions(block=8, rank=2)))
     with pytest.raises(UserError, match=attention) as caught:
-        exported(tmp_path / "export", build_model(recipe, 600), recipe, tokenizer)
+        exported(tmp_path / "export", build_model(recipe, 600), recipe)
     assert caught.value.exit_code == 2
     assert not list(tmp_path.iterdir())
 
 
-MEMORY = Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8)
-MODEL = Model(vocab_size=600, dim=16, layers=2, heads=2, context=24, hash=Hash(bits=4))
+KEYS: dict[str, Any] = {"num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
+PRODUCT_KEY = ProductKeySpec(layers=("2",), **KEYS)
+MODEL = Model(vocab_size=600, dim=16, layers=2, heads=2, context=24)
+PLUS = ProductKeySpec(
+    layers=("1", "2+"), share_values=True, gate="silu", value_dim=12, key_norm="rms", query_norm="none", **KEYS
+)
+GRAMS = NGramSpec(layers=("2", "1"), orders=(2, 3), heads=2, rows=31, row_dim=4)
+LITE = NGramSpec(layers=("1", "2"), orders=(2,), heads=1, rows=101, row_dim=16, fusion="add")
+
+
+def with_memories(**memories: Spec) -> Model:
+    return replace(MODEL, memories=memories)
+
+
 KINDS = {
     "dense": replace(MODEL, positions="rotary", tie_embeddings=False),
-    "product-key": replace(MODEL, memory=MEMORY),
-    "flat-key": replace(MODEL, memory=replace(MEMORY, kind="flat-key", layers=("2+",)), residual="parallel"),
-    "memory-plus": replace(
-        MODEL,
-        memory=replace(
-            MEMORY, layers=("1", "2+"), share_values=True, gate="silu", value_dim=12, key_norm="rms", query_norm="none"
-        ),
+    "product-key": with_memories(pkm=PRODUCT_KEY),
+    "flat-key": replace(with_memories(flat=FlatKeySpec(layers=("2+",), **KEYS)), residual="parallel"),
+    "memory-plus": with_memories(plus=PLUS),
+    "peer": with_memories(experts=PEERSpec(layers=("2",), key_norm="rms", **KEYS)),
+    "ngram": with_memories(grams=GRAMS),
+    "ngram-lite": with_memories(lite=LITE, pkm=PRODUCT_KEY),
+    "hash": with_memories(tables=HashSpec(bits=4)),
+    "mixture": with_memories(
+        plus=PLUS,
+        half=HashSpec(layers=("2",), bits=4),
+        grams=GRAMS,
+        lite=replace(LITE, layers=("1",), canonical=False),
     ),
-    "peer": replace(MODEL, memory=replace(MEMORY, kind="peer", key_norm="rms")),
-    "ngram": replace(MODEL, ngram=NGram(layers=(2, 1), orders=(2, 3), heads=2, rows=31, row_dim=4)),
-    "ngram-lite": replace(
-        MODEL, ngram=NGram(layers=(1, 2), orders=(2,), heads=1, rows=101, row_dim=16, fusion="add"), memory=MEMORY
+    "shared experts": with_memories(
+        experts=PEERSpec(layers=("1", "2"), share_values=True, **KEYS),
+        qkv=HashSpec(bits=4, parts=("qkv",)),
+        grams=replace(GRAMS, canonical=False),
     ),
-    "hash": replace(MODEL, projections="hash"),
 }
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def pair(request, tokenizer, tmp_path_factory) -> tuple[Transformer, PkmlmForCausalLM, Path]:
+def pair(request, exported, tmp_path_factory) -> tuple[Transformer, Any, Path]:
     """A model, its export as `transformers` loads it, and the folder."""
     recipe = recipe_of(KINDS[request.param])
-    ours, folder = unlike_new(build_model(recipe, 600)), tmp_path_factory.mktemp("export") / request.param
-    theirs = exported(folder, ours, recipe, tokenizer)
+    ours, folder = (
+        unlike_new(build_model(recipe, 600)),
+        tmp_path_factory.mktemp("export") / request.param.replace(" ", "-"),
+    )
+    theirs = exported(folder, ours, recipe)
     theirs.generation_config.eos_token_id = None  # texts of one length
     return ours, theirs, folder
 
@@ -276,19 +358,19 @@ def test_parts_of_the_output(pair):
     assert torch.equal(whole.hidden_states[-1], theirs.model(IDS_BT).last_hidden_state)
     assert torch.equal(theirs(IDS_BT, return_dict=False)[0], whole.logits)
     embedded = theirs.get_input_embeddings()(IDS_BT)
-    if theirs.config.ngram["layers"]:  # whose rows depend on the tokens themselves
+    if theirs.model.token_ids:  # a memory whose rows depend on the tokens themselves
         with pytest.raises(ValueError, match="give input_ids"):
             theirs(inputs_embeds=embedded)
     else:
         assert torch.equal(theirs(inputs_embeds=embedded).logits, whole.logits)
-    assert torch.equal(PkmlmModel.from_pretrained(folder)(IDS_BT)[0], whole.hidden_states[-1])
+    assert torch.equal(type(theirs.model).from_pretrained(folder)(IDS_BT)[0], whole.hidden_states[-1])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
-def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, tokenizer, tied):
-    recipe = recipe_of(replace(KINDS["ngram"], tie_embeddings=tied))
-    theirs = exported(tmp_path / "export", unlike_new(build_model(recipe, 600)), recipe, tokenizer)
+def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, exported, tokenizer, tied):
+    recipe = recipe_of(replace(KINDS["mixture"], tie_embeddings=tied))
+    theirs = exported(tmp_path / "export", unlike_new(build_model(recipe, 600)), recipe)
     before = theirs(IDS_BT).logits
     theirs.resize_token_embeddings(610, mean_resizing=False)
     assert (theirs.lm_head.weight is theirs.model.embedding.weight) == tied
@@ -298,7 +380,7 @@ def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, tokenizer, tied)
     grown = theirs(ids).logits
     theirs.save_pretrained(tmp_path / "grown")
     (tmp_path / "grown/tokenizer.model").write_bytes(tokenizer.model_bytes)
-    assert torch.equal(PkmlmForCausalLM.from_pretrained(tmp_path / "grown")(ids).logits, grown)
+    assert torch.equal(type(theirs).from_pretrained(tmp_path / "grown")(ids).logits, grown)
     torch.testing.assert_close(read_export(tmp_path / "grown", CPU).model(ids), grown)
     whole = theirs.model
     whole.resize_token_embeddings(620, mean_resizing=False)
@@ -306,13 +388,29 @@ def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, tokenizer, tied)
     assert whole.embedding.weight.shape == (620, 16)
 
 
-def test_no_position_sees_nothing():
+def test_no_position_sees_nothing(code):
     """Not even padding, whatever it is: some kernels give NaN for a row that sees no key."""
-    seen_B1TS = visible(3, 2, 5, torch.tensor([[0, 0, 0, 0, 1], [0, 1, 1, 1, 1]]), CPU)
-    assert seen_B1TS.int().tolist() == [
-        [[[0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]],
-        [[[0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]],
+    seen_BTS = code.seen_by(torch.tensor([[0, 0, 0, 0, 1], [0, 1, 1, 1, 1]]), None, torch.tensor([[2, 3, 4]]))
+    assert seen_BTS.int().tolist() == [
+        [[0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1]],
+        [[0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]],
     ]
+
+
+@torch.no_grad()
+def test_documents_in_a_row_see_nothing_of_each_other(pair):
+    """As with the models of transformers, positions that start again are the edges; a row may exceed the context."""
+    ours, theirs, _ = pair
+    parts = [IDS_BT[:, :9], IDS_BT[:, 9:], IDS_BT[:, :14]]
+    positions_1T = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    for position_ids in (positions_1T, positions_1T.expand(3, -1)):
+        found_BTV = theirs(torch.cat(parts, 1), position_ids=position_ids).logits
+        for part, found in zip(parts, found_BTV.split([9, 5, 14], 1), strict=True):
+            assert (found - ours(part)).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="without a cache"):
+        theirs(torch.cat(parts, 1), position_ids=positions_1T, use_cache=True)
+    whole = theirs(IDS_BT).logits
+    assert torch.equal(theirs(IDS_BT, position_ids=torch.arange(14)[None]).logits, whole)
 
 
 def test_more_than_the_context_is_refused(pair):
@@ -327,24 +425,24 @@ def test_what_transformers_saves_again_is_read(pair, tokenizer, tmp_path):
     assert not hasattr(theirs.config, "attention_options")  # of attention that no export has
     theirs.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.model_bytes)
-    assert torch.equal(PkmlmForCausalLM.from_pretrained(tmp_path)(IDS_BT).logits, theirs(IDS_BT).logits)
+    assert torch.equal(type(theirs).from_pretrained(tmp_path)(IDS_BT).logits, theirs(IDS_BT).logits)
     back = read_export(tmp_path, CPU)
     assert torch.equal(back.model(IDS_BT), ours(IDS_BT))
     assert back.origin == Origin("tiny", 30, 7680)
 
 
 @torch.no_grad()
-def test_narrower_weights_keep_queries_and_keys(pair, tokenizer, tmp_path):
+def test_narrower_weights_keep_queries_and_keys(pair, exported, tmp_path):
     ours, theirs, folder = pair
     recipe, half = read_export(folder, CPU).recipe, torch.bfloat16
-    narrow = exported(tmp_path / "narrow", ours, recipe, tokenizer, dtype="bf16")
+    narrow = exported(tmp_path / "narrow", ours, recipe, dtype="bf16")
     with safe_open(tmp_path / "narrow" / "model.safetensors", "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, tensor in narrow.state_dict().items():
         if not tensor.is_floating_point():
             assert torch.equal(tensor, theirs.state_dict()[name])
             continue
-        kept = ".memory." in name and not any(part in name for part in (".values.", ".inputs.", ".gate.", ".output."))
+        kept = ".memory_" in name and not name.endswith("weight_KD")
         assert tensor.dtype == (torch.float32 if kept else half), name
         assert name == "lm_head.weight" or stored[name].dtype == tensor.dtype
     assert narrow.dtype == half
@@ -360,11 +458,11 @@ def test_narrower_weights_keep_queries_and_keys(pair, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "bits"), [("product-key", 8), *((kind, 4) for kind in KINDS if kind != "dense")], ids=str
 )
-def test_tables_in_few_bits_are_read_alike(kind, bits, tokenizer, tmp_path):
+def test_tables_in_few_bits_are_read_alike(kind, bits, exported, tmp_path):
     """By our code and by the folder's, as the same model with the rounded entries in fp32 tables."""
     recipe = recipe_of(KINDS[kind])
     ours = unlike_new(build_model(recipe, 600))
-    theirs = exported(tmp_path / "export", ours, recipe, tokenizer, table_bits=bits)
+    theirs = exported(tmp_path / "export", ours, recipe, table_bits=bits)
     for name, table in tables_of(ours).items():
         table.weight_KD.copy_(dequantize(quantize(table.weight_KD, bits)))
         assert f"model.{name}" not in theirs.state_dict()
@@ -375,11 +473,11 @@ def test_tables_in_few_bits_are_read_alike(kind, bits, tokenizer, tmp_path):
         back = read_export(folder, CPU).model
         assert all(table.weight_KD is None for table in tables_of(back).values())
         assert (back(IDS_BT) - expected).abs().max() < 2e-5
-        assert (PkmlmForCausalLM.from_pretrained(folder)(IDS_BT).logits - expected).abs().max() < 2e-5
+        assert (type(theirs).from_pretrained(folder)(IDS_BT).logits - expected).abs().max() < 2e-5
     for memory, whole in zip(memories(back), memories(ours), strict=True):
         rows = torch.tensor([0, memory.tap.slots - 1])
         assert torch.equal(memory.values.rows(rows), whole.values.rows(rows))
-    narrow = exported(tmp_path / "narrow", ours, recipe, tokenizer, table_bits=bits, dtype="bf16")
+    narrow = exported(tmp_path / "narrow", ours, recipe, table_bits=bits, dtype="bf16")
     assert (narrow(IDS_BT).logits.float() - expected).abs().mean() < 0.2 * expected.std()
     scales = {name: each for name, each in narrow.state_dict().items() if name.endswith("scale_K")}
     assert {each.dtype for each in scales.values()} == {torch.float32}
@@ -387,9 +485,10 @@ def test_tables_in_few_bits_are_read_alike(kind, bits, tokenizer, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("query_norm", ["batch", "layer", "rms", "none"])
-def test_casts_and_autocast_of_a_loaded_model(tmp_path, tokenizer, query_norm):
-    recipe = recipe_of(replace(MODEL, memory=replace(MEMORY, query_norm=query_norm, query="mlp")))
-    theirs = exported(tmp_path / "whole", unlike_new(build_model(recipe, 600)), recipe, tokenizer)
+def test_casts_and_autocast_of_a_loaded_model(tmp_path, exported, query_norm):
+    pkm = replace(PRODUCT_KEY, query_norm=query_norm, query="mlp")
+    recipe = recipe_of(with_memories(pkm=pkm, grams=GRAMS, tables=HashSpec(layers=("1",), bits=4)))
+    theirs = exported(tmp_path / "whole", unlike_new(build_model(recipe, 600)), recipe)
     expected = theirs(IDS_BT).logits
     with torch.autocast("cpu", torch.bfloat16):
         assert (theirs(IDS_BT).logits.float() - expected).abs().mean() < 0.1 * expected.std()
@@ -400,45 +499,80 @@ def test_a_new_model_has_no_number_left_to_chance(pair):
     _, theirs, _ = pair
     torch.use_deterministic_algorithms(True)  # what is not filled in is NaN
     try:
-        new = PkmlmForCausalLM(PkmlmConfig(**theirs.config.to_dict()))
+        new = type(theirs)(type(theirs.config)(**theirs.config.to_dict()))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(tensor.isfinite().all() for tensor in new.state_dict().values())
     assert new(IDS_BT).logits.std() > 0
 
 
-def test_rows_that_are_no_pieces_are_never_generated(tmp_path, tokenizer):
+def test_rows_that_are_no_pieces_are_never_generated(tmp_path, exported):
     recipe = recipe_of(replace(MODEL, vocab_size=640, tie_embeddings=False))
     ours = unlike_new(build_model(recipe, 640))
     with torch.no_grad():
         ours.untied_head.weight[600:] *= 50
-    theirs = exported(tmp_path / "more", ours, recipe, tokenizer)
+    theirs = exported(tmp_path / "more", ours, recipe)
     theirs.generation_config.eos_token_id = None
     found = theirs.generate(IDS_BT[:1, :4], max_new_tokens=10)[0, 4:].tolist()
     assert found == list(generate(ours, IDS_BT[0, :4].tolist(), Sampling(temperature=0), 10, 600))
 
 
-def test_the_defaults_are_those_of_recipes():
-    ours, theirs = Model(), PkmlmConfig()
-    for field in fields(Model):
-        if field.name == "attention_options":  # of attention that no export has
-            continue
-        mine, its = getattr(ours, field.name), getattr(theirs, field.name)
-        if is_dataclass(mine):
-            mine = {name.name: getattr(mine, name.name) for name in fields(mine)}
-            its = {key: tuple(value) if isinstance(value, list) else value for key, value in its.items()}
-        assert field.name == "vocab_size" or mine == its, field.name
+def test_plain_kernels_equal_their_reference():
+    random_ = torch.Generator().manual_seed(3)
+    for n in (1, 5, 40):
+        whole_Rn = torch.randint(-2, 3, (20, n), generator=random_).float()  # many ties
+        for scores_Rn in (whole_Rn, whole_Rn * -0.0, torch.randn(20, n, generator=random_)):
+            for k in {1, min(3, n), n}:
+                assert all(map(torch.equal, plain_pkmlm.top_k(scores_Rn, k), reference.top_k(scores_Rn, k)))
+    q_NHd, keys = torch.randn(7, 3, 8, generator=random_), torch.randn(3, 2, 6, 4, generator=random_)
+    for found, slow in zip(*(m.product_key_search(q_NHd, keys, 9) for m in (plain_pkmlm, reference)), strict=True):
+        torch.testing.assert_close(found, slow)
+    values_KD, x_ND = torch.randn(30, 5, generator=random_), torch.randn(11, 5, generator=random_)
+    slots_Nr = torch.randint(30, (11, 4), generator=random_)
+    weights_Nr = torch.randn(11, 4, generator=random_)
+    half_KD = values_KD.bfloat16()
+    for table_KD, read_KD in ((values_KD, values_KD), (half_KD, half_KD.float())):
+        found = plain_pkmlm.weighted_row_sum(table_KD, slots_Nr, weights_Nr)
+        torch.testing.assert_close(found, reference.weighted_row_sum(read_KD, slots_Nr, weights_Nr))
+        found = plain_pkmlm.row_products(table_KD, x_ND, slots_Nr)
+        torch.testing.assert_close(found, reference.row_products(read_KD, x_ND, slots_Nr))
+    for every_row in (False, True):
+        segments = reference.sort_reads(slots_Nr, weights_Nr, 30, every_row=every_row)
+        torch.testing.assert_close(
+            plain_pkmlm.segment_sum(x_ND, segments), reference.segment_sum(x_ND, segments), rtol=1e-5, atol=1e-6
+        )
 
 
-@pytest.mark.parametrize("name", CODE)
-def test_the_code_stands_alone(name):
-    """Nothing but torch, transformers, sentencepiece, the standard library, and each other."""
-    for node in ast.walk(ast.parse((Path(export.__file__).parent / name).read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level == 1
-            assert f"{node.module}.py" in CODE
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
-            for module in names:
-                top = module.split(".")[0]
-                assert top in {"torch", "transformers", "sentencepiece", *sys.stdlib_module_names}, module
+def test_no_more_rows_exist_at_a_time_than_are_allowed(monkeypatch):
+    monkeypatch.setattr(plain_pkmlm, "ENTRIES", 2 * 4 * 5)
+    table, taken = quantize(torch.randn(30, 5), 8), []
+    slots_Nr, weights_Nr = torch.randint(30, (11, 4)), torch.randn(11, 4)
+    monkeypatch.setattr(plain_pkmlm, "dequantize", lambda part: taken.append(part) or dequantize(part))
+    found = plain_pkmlm.quantized_row_sum(table, slots_Nr, weights_Nr)
+    assert {len(part.codes_KC) for part in taken} == {8, 4}
+    torch.testing.assert_close(found, reference.quantized_row_sum(table, slots_Nr, weights_Nr))
+
+
+def test_the_code_stands_alone():
+    """Nothing but torch, numpy, transformers, sentencepiece, the standard library, and each other."""
+    code = bundle(*MODEL_CODE, TOKENIZER_CODE)
+    for file, text in code.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1
+                assert {f"{node.module or alias.name}.py" for alias in node.names} <= code.keys()
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
+                for module in names:
+                    known = {"torch", "numpy", "transformers", "sentencepiece", *sys.stdlib_module_names}
+                    assert module.split(".")[0] in known, f"{file} imports {module}"
+
+
+def test_transformers_finds_all_of_the_code(tmp_path):
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    code = bundle(*MODEL_CODE)
+    for name, text in code.items():
+        (tmp_path / name).write_text(text)
+    found = get_relative_import_files(tmp_path / "modeling_pkmlm.py")
+    assert {Path(file).name for file in found} == code.keys() - {"modeling_pkmlm.py"}

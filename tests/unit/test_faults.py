@@ -289,11 +289,11 @@ def test_sigterm_saves_wherever_it_comes(ground):
 
 
 def test_out_of_memory_says_what_to_lower(ground):
-    arguments = ["-s", "model.memory.num_keys=1024", "-s", "model.dim=64", "-s", "model.memory.topk=4"]
+    arguments = ["-s", "model.memories.pkm.num_keys=1024", "-s", "model.dim=64", "-s", "model.memories.pkm.topk=4"]
     # The weights, of 256 MiB, are to fit; what training them takes is not.
     said = ground.train("product-key", ground.folder / "oom", *arguments, code=1, memory=400 << 20).stderr
     assert re.search(r"^error: out of memory.* [\d,]+ MB", said, re.MULTILINE), said
-    assert "hint: lower model.memory.num_keys" in said
+    assert "hint: lower model.memories.pkm.num_keys" in said
     assert said.count("error: ") == 1
     # Needs some 700 MB: far more than a forked child finds free in what its parent holds.
     big = ["-s", "train.batch_tokens=262144", "-s", "train.micro_batch=16384", "-s", "train.precision=fp32"]
@@ -306,13 +306,19 @@ def test_out_of_memory_says_what_to_lower(ground):
 
 def test_too_large_a_run_is_warned_of(ground):
     said = ground.train(
-        "product-key", ground.folder / "too-large", "-s", "model.memory.num_keys=46340", code=1, memory=1 << 30
+        "product-key", ground.folder / "too-large", "-s", "model.memories.pkm.num_keys=46340", code=1, memory=1 << 30
     ).stderr
-    warning = r"warning: step 0: .* [\d,]{7,} MB; [\d,]+ MB are free: lower model\.memory\.num_keys"
+    warning = r"warning: step 0: .* [\d,]{7,} MB; [\d,]+ MB are free: lower model\.memories\.pkm\.num_keys"
     assert re.search(warning, said)
     assert re.search(r"^error: .*memory", said, re.MULTILINE)
     dry = ground.train(
-        "product-key", ground.folder / "dry", "-s", "model.memory.num_keys=46340", "--dry-run", code=1, memory=1 << 30
+        "product-key",
+        ground.folder / "dry",
+        "-s",
+        "model.memories.pkm.num_keys=46340",
+        "--dry-run",
+        code=1,
+        memory=1 << 30,
     ).stderr
     assert re.search(warning.replace("step 0: ", ""), dry)
     fits = ground.train("product-key", ground.folder / "fits").stderr
@@ -341,15 +347,15 @@ def test_torn_and_strange_lines_of_metrics_are_dropped(ground):
 def test_the_trials_can_be_lost(ground):
     """The judges themselves: a run that differs in one bit, half a folder, an error in two lines."""
     run = ground.folder / "copied"
-    shutil.copytree(ground.reference("hash"), run, dirs_exist_ok=True)
-    assert not ground.differences("hash", run)
+    shutil.copytree(ground.reference("mixed"), run, dirs_exist_ok=True)
+    assert not ground.differences("mixed", run)
     path = run / "checkpoints/step-00000012/optimizer.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert ground.differences("hash", run) == ["step-00000012: optimizer"]
+    assert ground.differences("mixed", run) == ["step-00000012: optimizer"]
     (run / ".tmp-x").touch()
-    assert ground.differences("hash", run) == ["leftovers", "step-00000012: optimizer"]
+    assert ground.differences("mixed", run) == ["leftovers", "step-00000012: optimizer"]
     half = shutil.copytree(ground.tokens, ground.folder / "half")
     assert kills.same(half, ground.tokens)
     (half / "train.documents").unlink()

@@ -23,8 +23,8 @@ from pkmlm.train.job import Job
 from pkmlm.train.run import initial_model
 from tests.conftest import pkmlm
 
-MEMORY = ["model.memory.kind=product-key", "model.memory.num_keys=16", "model.memory.heads=2", "model.memory.topk=4"]
-MEMORY += ["model.memory.key_dim=16"]
+FACTS = ("kind=product-key", "num_keys=16", "heads=2", "topk=4", "key_dim=16")
+MEMORY = [f"model.memories.facts.{each}" for each in FACTS]
 
 
 def job_from(source: Path, *changes: str) -> Job:
@@ -54,12 +54,21 @@ def test_the_same_text_in_the_same_order_is_warned_of(trained):
 @pytest.mark.parametrize(
     ("kind", "changes", "missing", "unexpected"),
     [
-        ("dense", [*MEMORY, "model.memory.layers=2+"], ["memory (layer 2)"], []),
-        ("dense", [*MEMORY, "model.memory.layers=[1+, 2]"], ["memory (layers 1, 2)"], ["ffn (layer 2)"]),
+        ("dense", [*MEMORY, "model.memories.facts.layers=2+"], ["facts (layer 2)"], []),
+        ("dense", [*MEMORY, "model.memories.facts.layers=[1+, 2]"], ["facts (layers 1, 2)"], ["ffn (layer 2)"]),
         ("dense", ["model.layers=4"], ["ffn (layers 3, 4)"], []),
         ("dense", ["model.bias=false", "model.positions=rotary"], [], ["ffn.up.bias (layers 1, 2)", "positions"]),
-        ("dense", ["model.projections=hash"], *[["attention (layers 1, 2)", "ffn (layers 1, 2)"]] * 2),
-        ("product-key", ["model.memory.kind=none"], ["ffn (layer 2)"], ["memory (layer 2)"]),
+        (
+            "dense",
+            ["model.memories.tables.kind=hash", "model.memories.tables.bits=4"],
+            ["attention (layers 1, 2)", "tables (layers 1, 2)"],
+            ["attention (layers 1, 2)", "ffn (layers 1, 2)"],
+        ),
+        ("product-key", ["model.memories=null"], ["ffn (layer 2)"], ["pkm (layer 2)"]),
+        ("product-key", [*MEMORY, "model.memories.facts.layers=1"], ["facts (layer 1)"], ["ffn (layer 1)"]),
+        ("product-key", [*MEMORY, "model.memories.facts.layers=1+"], ["facts (layer 1)"], []),
+        ("memory-plus", ["model.memories.plus=null"], ["ffn (layer 2)"], ["plus (layers 1, 2), plus.values.weight_KD"]),
+        ("ngram", ["model.memories.ngrams.layers=2"], [], ["ngrams (layer 1)"]),
     ],
 )
 def test_what_both_have_is_loaded_and_the_rest_is_drawn_and_named(trained, kind, changes, missing, unexpected):
@@ -106,13 +115,16 @@ def test_what_the_same_weights_mean_is_told_where_it_changes(trained):
     (warning,) = warnings_of(job_from(trained("dense"), "model.heads=4", "model.rotary_fraction=0.5"))
     assert "model.heads is 2 there and 4 here" in warning
     assert "rotary" not in warning, "it has no effect"
+    (warning,) = warnings_of(job_from(trained("ngram"), "model.memories.ngrams.canonical=false"))
+    assert "model.memories.ngrams.canonical is true there and false here" in warning
+    assert "ids_V" not in warning, "the tokenizer gives them"
 
 
 def test_other_canonical_ids_than_those_of_the_source_are_warned_of(trained):
     """Another Python's Unicode may merge a token more, which numbers all later rows of the n-gram tables anew."""
     job = job_from(trained("ngram"))
     assert not warnings_of(job)
-    vars(job)["canonical_ids"] = np.roll(job.canonical_ids, 1)
+    vars(job)["token_ids"] = {"canonical": np.roll(job.token_ids["canonical"], 1)}
     (warning,) = warnings_of(job)
     assert "its weights mean something else here: this Python's Unicode" in warning
     assert not warnings_of(job_from(trained("product-key"))), "there are none"
@@ -133,7 +145,8 @@ def test_a_tied_head_starts_an_untied_one(trained):
     ("changes", "tensor", "differing"),
     [
         (["model.dim=64"], "embedding.weight", "model.dim is 32 there and 64 here"),
-        (["model.memory.kind=none", "model.ffn_dim=8", "model.memory.topk=9"], "up.weight", "model.ffn_dim is null"),
+        (["model.memories=null", "model.ffn_dim=8"], "up.weight", "model.ffn_dim is null"),
+        (["model.memories.pkm.num_keys=8", "model.memories.pkm.optim.lr=1e-3"], "subkeys", "pkm.num_keys is 16 there"),
     ],
 )
 def test_a_tensor_of_another_shape_is_refused_with_the_keys_that_differ(trained, changes, tensor, differing):
@@ -143,7 +156,7 @@ def test_a_tensor_of_another_shape_is_refused_with_the_keys_that_differ(trained,
             begin(job)
         assert error.value.exit_code == 2
         assert differing in error.value.hint
-        assert "topk" not in error.value.hint, "it has no effect without a memory"
+        assert "lr" not in error.value.hint, "it makes no shape"
 
 
 def test_a_run_without_any_tensor_of_the_model_is_refused(trained, tmp_path):

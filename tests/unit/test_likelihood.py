@@ -14,15 +14,20 @@ from pkmlm.evaluate.likelihood import (
     score_targets,
     score_trees,
 )
+from pkmlm.memory.flat_key.spec import FlatKeySpec
+from pkmlm.memory.hash.spec import HashSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import Model, Recipe, Train
+
+KEYS = {"num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
 
 MODELS = {
     "dense": {},
     "rotary": {"positions": "rotary", "residual": "parallel"},
-    "product-key": {"memory": Memory("product-key", ("2",), num_keys=8, heads=2, topk=4, key_dim=8)},
-    "flat-key": {"memory": Memory("flat-key", ("1+",), num_keys=8, heads=2, topk=4, key_dim=8)},
-    "hash": {"projections": "hash", "hash": Hash(bits=4)},
+    "product-key": {"memories": {"pkm": ProductKeySpec(layers=("2",), **KEYS)}},
+    "flat-key": {"memories": {"flat": FlatKeySpec(layers=("1+",), **KEYS)}},
+    "hash": {"memories": {"tables": HashSpec(bits=4)}},
 }
 
 

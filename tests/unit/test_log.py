@@ -37,14 +37,14 @@ def test_a_narrow_terminal_shows_the_steps_and_all_that_is_said(tmp_path, capsys
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     with TrainingLog(tmp_path, "a-long-name-that-needs-no-room", 400, Log()) as log:
         for step in range(1, 121):
-            log.progressed(step, 5.1234, 6012.0, "layer 3 reads 98%  layer 12 reads 92%  ")
+            log.progressed(step, 5.1234, 6012.0, "layer 3 pkm reads 98%  layer 12 pkm reads 92%  ")
     *_, last = capsys.readouterr().err.replace("\x1b[2K", "\x1b[1A").split("\x1b[1A")  # what stays
     lines = plain(last).strip().splitlines()
     assert max(map(len, lines)) <= 40
     bar, *words = " ".join(lines).split()
     assert set(bar) <= {"\u2501", "\u2578", "\u257a"}
     assert re.fullmatch(
-        r"120/400 loss 5.123 6,012 tokens/s layer 3 reads 98% layer 12 reads 92% ETA [\d:]+", " ".join(words)
+        r"120/400 loss 5.123 6,012 tokens/s layer 3 pkm reads 98% layer 12 pkm reads 92% ETA [\d:]+", " ".join(words)
     )
 
 
@@ -99,7 +99,7 @@ def test_a_project_has_a_run_of_its_own_for_each_run_and_the_usage_of_its_memori
         def finish(self) -> None: ...
 
     monkeypatch.setitem(sys.modules, "wandb", Wandb())
-    usage = [{"layer": 3, "name": "memory", "usage": 0.5, "kl": None}]
+    usage = [{"memory": "pkm", "layer": 3, "kind": "product-key", "usage": 0.5, "kl": None}]
     for folder, run in (("one", "a"), ("one", "a"), ("one", "b"), ("copy", "a")):
         (tmp_path / folder).mkdir(exist_ok=True)
         write_json(tmp_path / folder / "run.json", {"started": run})
@@ -107,7 +107,7 @@ def test_a_project_has_a_run_of_its_own_for_each_run_and_the_usage_of_its_memori
             log.event("valid", 2, loss=4.0, usage=usage)
     assert begun[0] == begun[1], "a resumed run"
     assert len(set(begun)) == 3, "neither another in its place nor a copy"
-    assert logged[0] == (2, {"valid/loss": 4.0, "valid/layer 3 memory/usage": 0.5})
+    assert logged[0] == (2, {"valid/loss": 4.0, "valid/layer 3 pkm/usage": 0.5})
 
 
 def test_tensorboard_drops_the_steps_that_a_resume_takes_again(tmp_path):

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pkmlm.data.batches import Batches
 from pkmlm.kernels import matmul, ops
+from pkmlm.memory.registry import SPECS
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
+from pkmlm.recipe.schema import Model, Optim, Recipe, Train
 from pkmlm.train.step import TrainState, train_step
 from tests.golden.test_curves import Stream
 
@@ -193,8 +194,8 @@ def test_which_cpus_are_meant(monkeypatch, cpu, narrow):
 @needs_onednn
 @pytest.mark.parametrize("kind", ["product-key", "flat-key"])
 def test_every_large_product_of_a_training_step(narrow, kind):
-    memory = Memory(kind=kind, layers=("2",), num_keys=64, heads=2, topk=4, key_dim=64)
-    model = Model(dim=64, layers=2, heads=2, context=64, memory=memory)
+    memory = SPECS[kind](layers=("2",), num_keys=64, heads=2, topk=4, key_dim=64)
+    model = Model(dim=64, layers=2, heads=2, context=64, memories={"pkm": memory})
     recipe = Recipe(model=model, optim=Optim(), train=Train(steps=1, batch_tokens=512, micro_batch=8))
     batches = Batches(Stream(), 64, recipe.sequences, 0)
     state = TrainState(recipe, build_model(recipe, 400), batches, "fp32")

@@ -9,13 +9,17 @@ import torch
 
 from pkmlm.measure.counters import UsageCounters
 from pkmlm.memory.flat_key.layer import FlatKeyMemory
+from pkmlm.memory.flat_key.spec import FlatKeySpec
 from pkmlm.memory.hash.layer import HashLayer, MemoryBlock, score_rms
+from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.init import initialise
+from pkmlm.memory.ngram.layer import NGramMemory
+from pkmlm.memory.ngram.spec import NGramSpec
 from pkmlm.memory.peer.layer import PEER
 from pkmlm.memory.product_key.layer import ProductKeyMemory
+from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.table import Pool, Values
-from pkmlm.recipe.schema import Hash, Memory
 
 SIZES = {"num_keys": 6, "heads": 3, "topk": 5, "key_dim": 8}
 
@@ -31,8 +35,12 @@ LAYERS = {
     "gated": lambda: ProductKeyMemory(10, **SIZES, gate="silu", value_dim=7, key_norm="rms"),
     "peer": lambda: PEER(10, **SIZES),
     "hash": lambda: HashLayer(12, 7, bits=4),
-    "block": lambda: MemoryBlock(16, Hash(bits=4, extra_bits=2), 1, share=1.0),
+    "block": lambda: block_of(),
 }
+
+
+def block_of(**keys):
+    return MemoryBlock(16, HashSpec(bits=4, **keys), share=1.0, layer=1, name="tables")
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -74,14 +82,20 @@ def test_a_layer_on_the_meta_device_draws_nothing_and_may_be_drawn_later(name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "section"), [(ProductKeyMemory, Memory()), (FlatKeyMemory, Memory()), (HashLayer, Hash())]
+    ("kind", "section"),
+    [
+        (ProductKeyMemory, ProductKeySpec()),
+        (FlatKeyMemory, FlatKeySpec()),
+        (HashLayer, HashSpec()),
+        (NGramMemory, NGramSpec()),
+    ],
 )
 def test_arguments_have_the_recipes_names_and_defaults_and_help_explains_each(kind, section):
     text = pydoc.render_doc(kind)
     for name, parameter in inspect.signature(kind).parameters.items():
         assert f" {name}: " in text, name
-        if hasattr(section, name):
-            assert parameter.default == getattr(section, name), name
+        if name in section.arguments:
+            assert parameter.default == section.arguments[name], name
 
 
 @pytest.mark.parametrize(
@@ -100,12 +114,13 @@ def test_running_statistics_stay_between_their_last_and_the_new(momentum):
         memory_of(momentum=momentum)
 
 
-@pytest.mark.parametrize("change", [{"num_keys": 3}, {"value_dim": 4}, {"kind": "peer"}])
-def test_a_memory_refuses_a_pool_of_other_tables(change):
+@pytest.mark.parametrize(
+    ("kind", "change"), [(ProductKeyMemory, {"num_keys": 3}), (ProductKeyMemory, {"value_dim": 4}), (PEER, {})]
+)
+def test_a_memory_refuses_a_pool_of_other_tables(kind, change):
     """Its slots would lie beyond the table, and be read."""
     keys = {"num_keys": 4, "heads": 2, "topk": 2, "key_dim": 4}
-    other = Memory(**{"kind": "product-key", **keys, **change})
-    pool = Pool((PEER if other.kind == "peer" else ProductKeyMemory).new_tables(12, other), (1, 2))
+    pool = Pool(kind.new_tables(12, kind.spec_class(**{**keys, **change})), (1, 2))
     with pytest.raises(ValueError, match="pool: found tables"):
         ProductKeyMemory(12, **keys, pool=pool)
 
@@ -142,11 +157,6 @@ def test_a_hash_layer_refuses_inputs_of_another_width(width):
 
 def test_a_hash_layer_maps_a_batch_without_tokens():
     assert HashLayer(8, 7, bits=4)(torch.zeros(2, 0, 8)).shape == (2, 0, 7)
-
-
-def test_a_wrong_kind_is_refused_where_it_is_written():
-    with pytest.raises(ValueError, match="kind"):
-        Memory(kind="product_key")
 
 
 @pytest.mark.parametrize("query", ["linear", "mlp"])
@@ -224,7 +234,7 @@ def test_hash_layers_start_at_the_size_of_a_linear_map(score, bits, temperature)
 
 def test_the_memory_block_is_two_layers_with_a_norm_between():
     for activation in ("none", "gelu"):
-        block = MemoryBlock(16, Hash(bits=4, extra_bits=2, activation=activation), 1, share=1.0)
+        block = block_of(activation=activation)
         x = torch.randn(2, 3, 16)
         h = block.first(x)
         assert h.shape[-1] == 6 * 4

@@ -14,19 +14,18 @@ from torch import Tensor
 from pkmlm.cost import cost_of
 from pkmlm.device import autocast
 from pkmlm.memory import table as table_module
-from pkmlm.memory.flat_key.layer import FlatKeyMemory
 from pkmlm.memory.init import initialise
 from pkmlm.memory.key_memory import KeyMemory
-from pkmlm.memory.peer.layer import PEER
+from pkmlm.memory.key_spec import KeySpec
 from pkmlm.memory.product_key.layer import ProductKeyMemory
+from pkmlm.memory.registry import SPECS
 from pkmlm.memory.table import tables_of
-from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import Memory, Model, Recipe, Train
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Model, Recipe, Train
 from pkmlm.train.optim import parameter_groups
 
 D, HEADS, N, TOPK, Q = 12, 3, 5, 4, 8
-MEMORY = Memory(kind="product-key", layers=("1",), num_keys=N, heads=HEADS, topk=TOPK, key_dim=Q, query_norm="none")
-KINDS = {"product-key": ProductKeyMemory, "flat-key": FlatKeyMemory, "peer": PEER}
+KINDS = ["product-key", "flat-key", "peer"]
 ALL = {"gate": "silu", "value_dim": 7, "key_norm": "rms"}
 CASES = [
     *itertools.product(KINDS, [{}, {"gate": "silu"}, {"value_dim": 7}, {"key_norm": "rms"}], ["softmax"]),
@@ -35,9 +34,14 @@ CASES = [
 ]
 
 
-def memory_of(spec: Memory, dim: int = D) -> KeyMemory:
+def spec_of(kind: str = "product-key", **keys: object) -> KeySpec:
+    sizes = {"layers": ("1",), "num_keys": N, "heads": HEADS, "topk": TOPK, "key_dim": Q, "query_norm": "none"}
+    return SPECS[kind](**{**sizes, **keys})
+
+
+def memory_of(spec: KeySpec) -> KeyMemory:
     """A memory in float64, none of whose weights has a value that a mistake could give too."""
-    memory = KINDS[spec.kind](dim, **spec.arguments)
+    memory = spec.layer(D, **spec.arguments)
     initialise(memory, 1)
     random = torch.Generator().manual_seed(2)
     for parameter in memory.parameters():
@@ -49,7 +53,7 @@ def rms(x: Tensor, gain: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gain
 
 
-def scores_of_all_slots(w: dict[str, Tensor], spec: Memory, x: Tensor) -> Tensor:
+def scores_of_all_slots(w: dict[str, Tensor], spec: KeySpec, x: Tensor) -> Tensor:
     """(tokens, heads, slots)."""
     q = (x @ w["query.map.weight"].T + w["query.map.bias"]).view(-1, HEADS, Q)
     if spec.kind == "flat-key":
@@ -69,7 +73,7 @@ def scores_of_all_slots(w: dict[str, Tensor], spec: Memory, x: Tensor) -> Tensor
     return torch.stack(scores, -1)
 
 
-def weights_of_all_slots(w: dict[str, Tensor], spec: Memory, x: Tensor) -> Tensor:
+def weights_of_all_slots(w: dict[str, Tensor], spec: KeySpec, x: Tensor) -> Tensor:
     """(tokens, heads, slots): 0 for those that a head does not read."""
     scores = scores_of_all_slots(w, spec, x)
     kept = scores >= scores.topk(TOPK).values[..., -1:]
@@ -79,7 +83,7 @@ def weights_of_all_slots(w: dict[str, Tensor], spec: Memory, x: Tensor) -> Tenso
     return (scores.clamp(min=0) if spec.scores == "relu" else scores) * kept
 
 
-def reference(w: dict[str, Tensor], spec: Memory, x: Tensor) -> Tensor:
+def reference(w: dict[str, Tensor], spec: KeySpec, x: Tensor) -> Tensor:
     weights = weights_of_all_slots(w, spec, x)
     if spec.kind == "peer":
         z = (x @ w["inputs.weight_KD"].T)[:, None]
@@ -100,7 +104,7 @@ def gradients(loss: Tensor, of: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("kind", "keys", "scores"), CASES, ids=str)
 def test_outputs_and_gradients_are_those_of_brute_force(kind, keys, scores):
-    spec = replace(MEMORY, kind=kind, scores=scores, **keys)
+    spec = spec_of(kind, scores=scores, **keys)
     memory = memory_of(spec)
     x = torch.randn(2, 9, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
     out = memory(x)
@@ -120,9 +124,8 @@ def test_outputs_and_gradients_are_those_of_brute_force(kind, keys, scores):
 
 def test_the_reference_by_hand():
     """One head, one read, two sub-keys a half: slot 2 (i = 1, j = 0) scores 2 + 3 and is the only one read."""
-    spec = Memory(kind="product-key", layers=("1",), num_keys=2, heads=1, topk=1, key_dim=2, query_norm="none")
-    spec = replace(spec, gate="silu", value_dim=1, scores="none")
-    memory = ProductKeyMemory(2, **spec.arguments).double()
+    sizes = {"num_keys": 2, "heads": 1, "topk": 1, "key_dim": 2, "value_dim": 1}
+    memory = ProductKeyMemory(2, **sizes, query_norm="none", gate="silu", scores="none").double()
     given = {
         "query.map.weight": [[1.0, 0.0], [0.0, 1.0]],
         "query.map.bias": [0.0, 0.0],
@@ -158,8 +161,7 @@ def test_the_weight_of_a_negative_score(scores, weight):
 def start(**keys) -> Tensor:
     """What a memory of 128 reads starts with, for inputs of unit size, times the root of the width."""
     width = 256
-    spec = Memory(kind="product-key", layers=("1",), num_keys=64, heads=4, topk=32, key_dim=128, query_norm="rms")
-    memory = ProductKeyMemory(width, **replace(spec, **keys).arguments)
+    memory = ProductKeyMemory(width, num_keys=64, heads=4, topk=32, key_dim=128, query_norm="rms", **keys)
     initialise(memory, 5)
     x = torch.randn(1, 400, width, generator=torch.Generator().manual_seed(6))
     return memory(x).square().mean().sqrt().item() * width**0.5
@@ -178,7 +180,7 @@ def test_a_memory_without_a_softmax_starts_at_a_like_size(scores):
 
 
 def test_gains_of_the_key_norm_start_where_scores_are_small():
-    memory = memory_of(replace(MEMORY, key_norm="rms"))
+    memory = memory_of(spec_of(key_norm="rms"))
     initialise(memory, 1)
     for gain in (memory.key_norm.query_gain_f, memory.key_norm.key_gain_f):
         torch.testing.assert_close(gain, torch.full_like(gain, (Q / 2) ** -0.4))
@@ -188,19 +190,16 @@ def test_gains_of_the_key_norm_start_where_scores_are_small():
 
 
 def test_biases_are_drawn():
-    memory = memory_of(replace(MEMORY, gate="silu"))
+    memory = memory_of(spec_of(gate="silu"))
     initialise(memory, 1)
     for map_ in (memory.gate, memory.output):
         assert map_.bias.eq(0).all()
         assert map_.weight.std().item() == pytest.approx(D**-0.5, rel=0.2)
 
 
-POOLED = replace(MEMORY, layers=("1", "3+"), share_values=True)
-KINDS_OF_POOL = ["product-key", "flat-key", "peer"]
-
-
-def recipe_of(memory: Memory) -> Recipe:
-    model = Model(dim=D, layers=3, heads=2, context=8, memory=memory)
+def pool_of(kind: str, **keys: object) -> Recipe:
+    spec = spec_of(kind, **{"layers": ("1", "3+"), "share_values": True, **keys})
+    model = Model(dim=D, layers=3, heads=2, context=8, memories={"plus": spec})
     return Recipe(model=model, train=Train(batch_tokens=32, micro_batch=2))
 
 
@@ -209,41 +208,32 @@ def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def with_own_tables(pooled: Transformer, spec: Memory) -> Transformer:
-    """The same model, each of whose memories has a copy of the pool."""
-    own = build_model(recipe_of(replace(spec, share_values=False)), 30).double()
-    state = pooled.state_dict()
-    for layer in (0, 2):
-        for name in list(pooled.pool.state_dict()):
-            state[f"blocks.{layer}.parts.memory.{name}"] = state[f"pool.{name}"]
-    own.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("pool.")})
-    return own
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_POOL)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_of_a_pool_is_the_sum_of_those_of_two_tables(kind):
-    spec = replace(POOLED, kind=kind, gate="silu", key_norm="rms")
-    pooled = build_model(recipe_of(spec), 30).double()
-    own = with_own_tables(pooled, spec)
+    keys = {"gate": "silu", "key_norm": "rms"}
+    pooled = build_model(pool_of(kind, **keys), 30).double()
+    own = build_model(pool_of(kind, **keys, share_values=False), 30).double()
+    paths = {
+        name: [name] if "pools" not in name else [name.replace("pools", f"blocks.{layer}.parts") for layer in (0, 2)]
+        for name in pooled.state_dict()
+    }
+    own.load_state_dict({path: tensor for name, tensor in pooled.state_dict().items() for path in paths[name]})
     for model in (pooled, own):
         model.loss(*tokens()).backward()
     grads = {name: parameter.grad for name, parameter in own.named_parameters()}
     for name, parameter in pooled.named_parameters():
-        table = name.removeprefix("pool.")
-        expected = (
-            [grads[f"blocks.{layer}.parts.memory.{table}"] for layer in (0, 2)] if table != name else [grads[name]]
-        )
+        expected = [grads[path] for path in paths[name]]
         torch.testing.assert_close(parameter.grad, sum(expected), rtol=0, atol=1e-12, msg=name)
         assert all(grad.abs().sum() > 0 for grad in expected), name
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_POOL)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_pool_trains_as_a_dense_table_would(kind):
     """What row Adam is given, of several micro-batches, is the dense gradient; layers' reads are in one place."""
-    recipe = recipe_of(replace(POOLED, kind=kind))
+    recipe = pool_of(kind)
     rows, dense = build_model(recipe, 30).double(), build_model(recipe, 30).double()
-    (group,) = [group for group in parameter_groups(rows, recipe) if group.name == "values"]
-    assert set(group.parameters) == {name for name, _ in rows.named_parameters() if name.startswith("pool.")}
+    (group,) = [group for group in parameter_groups(rows, recipe) if group.name == "plus"]
+    assert set(group.parameters) == {name for name, _ in rows.named_parameters() if name.startswith("pools.")}
     for seed in range(2):
         for model in (rows, dense):
             model.loss(*tokens(seed)).backward()
@@ -253,33 +243,42 @@ def test_a_pool_trains_as_a_dense_table_would(kind):
 
 
 def test_a_pool_is_stored_and_counted_once_and_models_share_nothing():
-    for kind in KINDS_OF_POOL:
-        recipe = recipe_of(replace(POOLED, kind=kind, value_dim=7, gate="silu"))
+    for kind in KINDS:
+        recipe = pool_of(kind, value_dim=7, gate="silu")
         first, second = build_model(recipe, 30), build_model(recipe, 30)
         names = [name for name in first.state_dict() if ".weight_KD" in name]
-        assert names == [
-            f"pool.{table}.weight_KD" for table in (["inputs", "values"] if kind == "peer" else ["values"])
-        ]
+        tables = ["inputs", "values"] if kind == "peer" else ["values"]
+        assert names == [f"pools.memory_plus.{table}.weight_KD" for table in tables]
         assert not {p.data_ptr() for p in first.parameters()} & {p.data_ptr() for p in second.parameters()}
-        reading = [block.parts["memory"].values for block in first.blocks if "memory" in block.parts]
-        assert [table is first.pool.values for table in reading] == [True, True]
+        reading = [block.parts["memory_plus"].values for block in first.blocks if "memory_plus" in block.parts]
+        assert [table is first.pools["memory_plus"].values for table in reading] == [True, True]
         cost = cost_of(recipe, 30)
-        tables = sum(parameter.numel() for name, parameter in first.named_parameters() if name in names)
-        assert cost.memory == tables
+        assert cost.memory == sum(first.get_parameter(name).numel() for name in names)
         assert cost.dense + cost.memory == sum(parameter.numel() for parameter in first.parameters())
-        assert cost.gather_bytes_per_token == 2 * 2 * HEADS * TOPK * sum(recipe.model.table_widths)
+        assert cost.gather_bytes_per_token == 2 * 2 * HEADS * TOPK * (7 + (D if kind == "peer" else 0))
 
 
-def test_one_memory_has_no_pool():
-    model = build_model(recipe_of(replace(POOLED, layers=("2",))), 30)
-    assert model.pool is None
-    assert "blocks.1.parts.memory.values.weight_KD" in model.state_dict()
+def test_one_layer_has_no_pool():
+    model = build_model(pool_of("product-key", layers=("2",)), 30)
+    assert not model.pools
+    assert "blocks.1.parts.memory_plus.values.weight_KD" in model.state_dict()
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_POOL)
+def test_two_memories_have_two_pools():
+    recipe = pool_of("product-key")
+    plus = recipe.model.memories["plus"]
+    memories = {"plus": plus, "other": replace(plus, layers=("2", "3"), num_keys=4)}
+    model = build_model(replace(recipe, model=replace(recipe.model, memories=memories)), 30)
+    parts = model.blocks[2].parts
+    for name, rows in (("memory_plus", 25), ("memory_other", 16)):
+        assert parts[name].values is model.pools[name].values
+        assert parts[name].values.weight_KD.shape == (rows, D)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_reads_copies_of_all_tables(monkeypatch, kind):
     """As on a GPU, where alone forwards read copies: near the numbers in fp32, with gradients in fp32."""
-    recipe = recipe_of(replace(POOLED, kind=kind, gate="silu", key_norm="rms"))
+    recipe = pool_of(kind, gate="silu", key_norm="rms")
     found = []
     for half in (False, True):
         monkeypatch.setattr(table_module, "HALF_ON", ("cpu",) if half else ())

@@ -5,27 +5,44 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pkmlm.memory.flat_key.spec import FlatKeySpec
+from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.init import initialise
+from pkmlm.memory.ngram.spec import NGramSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
+from pkmlm.memory.spec import Spec
 from pkmlm.model.attention import KVCache, rotate, rotation
-from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
+from pkmlm.model.transformer import build_model, streams
+from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
 
-MODEL = Model(dim=16, layers=3, heads=2, context=12, hash=Hash(bits=4))
-MEMORY = Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8)
+
+def with_memories(**memories: Spec) -> Model:
+    return Model(dim=16, layers=3, heads=2, context=12, memories=memories)
+
+
+MODEL = with_memories()
+KEYS = {"layers": ("2",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
 KINDS = {
     "dense": MODEL,
     "rotary": replace(MODEL, positions="rotary", rotary_fraction=0.5, tie_embeddings=False, residual="parallel"),
-    "product-key": replace(MODEL, memory=MEMORY),
-    "beside": replace(MODEL, memory=replace(MEMORY, layers=("2+", "3"))),
-    "flat-key": replace(MODEL, memory=replace(MEMORY, kind="flat-key")),
-    "hash": replace(MODEL, projections="hash"),
-    "hash with a memory": replace(MODEL, projections="hash", memory=MEMORY),
+    "product-key": with_memories(pkm=ProductKeySpec(**KEYS)),
+    "beside": with_memories(pkm=ProductKeySpec(**{**KEYS, "layers": ("2+", "3")})),
+    "flat-key": with_memories(flat=FlatKeySpec(**KEYS)),
+    "hash": with_memories(tables=HashSpec(bits=4)),
+    "mixed": with_memories(
+        maps=HashSpec(bits=4, parts=("qkv",)),
+        pkm=ProductKeySpec(**KEYS),
+        ffns=HashSpec(bits=4, parts=("ffn",), layers=("1", "3")),
+        flat=FlatKeySpec(**{**KEYS, "layers": ("1+", "2+")}),
+        words=NGramSpec(layers=("1", "2"), orders=(1,), heads=1, rows=31, row_dim=4, conv=False),
+        ngrams=NGramSpec(layers=("2",), heads=2, rows=31, row_dim=4, conv=False, canonical=False),
+    ),
 }
 OPTIONS = AttentionOptions(features=6, block=4, rank=2)
 EFFICIENT = {
     "linformer": replace(MODEL, attention="linformer", attention_options=OPTIONS),
     "cosformer": replace(KINDS["rotary"], attention="cosformer"),
-    "performer": replace(KINDS["hash with a memory"], attention="performer", attention_options=OPTIONS),
+    "performer": replace(KINDS["mixed"], attention="performer", attention_options=OPTIONS),
 }
 
 
@@ -36,7 +53,7 @@ def recipe_of(model: Model, seed: int = 1) -> Recipe:
     return Recipe(model=model, train=Train(batch_tokens=model.context * 4, micro_batch=2, seed=seed))
 
 
-@pytest.fixture(params=[*KINDS, *EFFICIENT], ids=lambda name: name.replace(" ", "-"))
+@pytest.fixture(params=[*KINDS, *EFFICIENT])
 def recipe(request) -> Recipe:
     return recipe_of((KINDS | EFFICIENT)[request.param])
 
@@ -46,7 +63,7 @@ def test_a_model_from_the_meta_device_holds_the_same_numbers(recipe):
     later = build_model(recipe, 50, "meta").to_empty(device="cpu")
     for tensor in (*later.parameters(), *later.buffers()):
         tensor.data.fill_(7)
-    initialise(later, recipe.train.seed)
+    initialise(later, recipe.train.seed, streams(later))
     for (name, a), b in zip(direct.state_dict().items(), later.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
 
@@ -117,13 +134,41 @@ def test_hash_blocks_keep_the_raw_residual_in_sequence():
     block = build_model(recipe_of(KINDS["hash"]), 50).double().blocks[0]
     x = torch.randn(1, 4, 16, dtype=torch.float64)
     z = x + block.attention(block.attention_norm(x), None, None)
-    torch.testing.assert_close(block(x, None, None), z + block.parts["ffn"](block.norm(z)))
+    torch.testing.assert_close(block(x, None, None), z + block.parts["memory_tables"](block.norm(z)))
     assert block.attention.out is None
 
 
 def test_a_memory_stands_in_place_of_or_beside_the_ffn():
     blocks = build_model(recipe_of(KINDS["beside"]), 50).blocks
-    assert [list(block.parts) for block in blocks] == [["ffn"], ["ffn", "memory"], ["memory"]]
+    assert [list(block.parts) for block in blocks] == [["ffn"], ["ffn", "memory_pkm"], ["memory_pkm"]]
+
+
+def test_a_block_adds_up_what_its_memories_say():
+    model = build_model(recipe_of(KINDS["mixed"]), 50).eval()
+    block, x = model.blocks[1], torch.randn(8, 12, 16)
+    pasts = {ids: find(TOKENS, None, None) for ids, find in model.token_ids.items()}
+    found = block(x, None, None, None, pasts)
+    for name, ids in (("words", "canonical"), ("ngrams", "plain")):
+        x = x + block.before[f"memory_{name}"](x, pasts[ids])
+    x = x + block.attention(block.attention_norm(x), None, None)
+    h = block.norm(x)
+    torch.testing.assert_close(found, x + block.parts["memory_pkm"](h) + block.parts["memory_flat"](h))
+    assert [*block.parts] == ["memory_pkm", "memory_flat"]
+    assert block.attention.out is None
+    with pytest.raises(ValueError, match="pasts"):
+        block(x, None, None)
+
+
+def test_names_of_memories_change_no_number():
+    """Random streams are those of places, so that a model has the same start under any names."""
+    model = KINDS["mixed"]
+    renamed = replace(model, memories={f"half{number}": each for number, each in enumerate(model.memories.values())})
+    one, other = (build_model(recipe_of(each), 50).state_dict() for each in (model, renamed))
+    for (name, a), (new, b) in zip(one.items(), other.items(), strict=True):
+        assert torch.equal(a, b), (name, new)
+    tables = [tensor for name, tensor in one.items() if name.endswith("values.weight_KD") and tensor.shape == (64, 16)]
+    assert len(tables) == 3
+    assert not torch.equal(tables[0], tables[1]), "of memories of one place"
 
 
 def test_rotary_scores_depend_on_the_distance_alone():

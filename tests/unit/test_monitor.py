@@ -25,7 +25,16 @@ def valid(usage, uniform=1.0):
         "event": "valid",
         "step": 1,
         "loss": 2.0,
-        "usage": [{"layer": 3, "name": "memory", "usage": usage, "kl": 1.0, "uniform": {"usage": uniform, "kl": 0.0}}],
+        "usage": [
+            {
+                "memory": "pkm",
+                "layer": 3,
+                "kind": "product-key",
+                "usage": usage,
+                "kl": 1.0,
+                "uniform": {"usage": uniform, "kl": 0.0},
+            }
+        ],
     }
 
 
@@ -61,9 +70,9 @@ def test_a_shared_table_is_told_by_its_name():
     monitor = TrainingMonitor()
     for usage in (0.5, 0.1):
         event = valid(usage)
-        event["usage"][0] |= {"layer": 0, "name": "pool"}
+        event["usage"][0] |= {"layer": None}
         told = monitor.warnings(event)
-    assert told[0].startswith("pool is used less")
+    assert told[0].startswith("pkm is used less")
 
 
 def test_a_validation_on_fewer_tokens_is_no_collapse():
@@ -107,8 +116,8 @@ def test_a_warning_is_an_event_and_a_line_even_when_quiet(tmp_path, capsys):
     [
         ("dense", "name=x", "train.micro_batch", "model.dim"),
         ("dense", "train.micro_batch=1", "model.dim", "model.dim"),
-        ("product-key", "name=x", "train.micro_batch", "model.memory.num_keys"),
-        ("hash", "name=x", "train.micro_batch", "model.hash.bits"),
+        ("product-key", "name=x", "train.micro_batch", "model.memories.pkm.num_keys"),
+        ("hash", "name=x", "train.micro_batch", "model.memories.tables.extra_bits"),
     ],
 )
 def test_the_key_to_lower_is_that_of_what_takes_most(write_recipe, tmp_path, kind, change, large, small):

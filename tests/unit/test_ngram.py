@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.nn.functional import silu
 
 from pkmlm.data import canonical
-from pkmlm.data.canonical import canonical_ids, canonical_sha256, canonical_text
+from pkmlm.data.canonical import canonical_ids, canonical_text, ids_sha256
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
@@ -23,19 +24,19 @@ from pkmlm.evaluate.perplexity import windows
 from pkmlm.measure.counters import ReadListener
 from pkmlm.measure.ngrams import NGrams, collisions
 from pkmlm.memory.base import memories, usage_taps
-from pkmlm.memory.ngram.layer import NGramIds, NGramMemory, Past, gate_of
+from pkmlm.memory.ngram.layer import NGramMemory, gate_of
+from pkmlm.memory.ngram.spec import NGramSpec
 from pkmlm.memory.table import table_ranks
+from pkmlm.memory.tokens import Past, TokenIds
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Model, NGram, Optim, Recipe, Train
+from pkmlm.recipe.schema import Model, Optim, Recipe, Train
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
 from pkmlm.runs.saving import Saver
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from tests.conftest import pkmlm
-from tests.golden.test_curves import MODELS
 
 D = 12
 
@@ -55,17 +56,15 @@ def plain_rows(ids: list[int], multipliers: list[list[int]], rows: int) -> list[
     return found
 
 
-def past_of(ids_BT: torch.Tensor, spec: NGram, cache: KVCache | None = None) -> Past:
+def past_of(ids_BT: torch.Tensor, layer: NGramMemory) -> Past:
     """What a memory sees of canonical ids."""
-    return NGramIds(int(ids_BT.max()) + 1, spec)(ids_BT, cache, None)
+    return TokenIds(int(ids_BT.max()) + 1, [layer.spec.lookback])(ids_BT, None, None)
 
 
 def test_rows_are_those_of_plain_python_over_unbounded_integers():
     draw = random.Random(1)
     layer = NGramMemory(D, orders=(2, 3, 4), heads=3, rows=65537, row_dim=2)
-    multipliers = [
-        [int(m) for m in row[:order]] for row, order in zip(layer.multipliers_HG, layer.orders_H, strict=True)
-    ]
+    multipliers = [[int(m) for m in row[:order]] for row, order in zip(layer.multipliers_HG, layer.orders, strict=True)]
     assert all(m % 2 for row in multipliers for m in row)
     assert len({m for row in multipliers for m in row}) == 27
     checked = 0
@@ -92,7 +91,7 @@ def test_the_worked_example():
     """Ids 3, 5, 2; multipliers 7, 11, 13; prime 17: 14 XOR 55 = 57, row 6; 57 XOR 39 = 30, row 13."""
     layer = NGramMemory(D, orders=(2, 3), heads=1, rows=17, row_dim=2)
     layer.multipliers_HG.copy_(torch.tensor([[7, 11, 0], [7, 11, 13]]))
-    past = past_of(torch.tensor([[3, 5, 2]]), NGram(orders=(2, 3)))
+    past = past_of(torch.tensor([[3, 5, 2]]), layer)
     assert layer.rows_of(past.ids_BTG)[0, -1].tolist() == [6, 17 + 13]
 
 
@@ -102,19 +101,18 @@ def test_the_gate_is_its_formula(conv):
     ids = torch.tensor(
         [[4, 0, 3, 1, 2, 2, 1, 4, 3, 0, 1, 2, 3, 3, 3, 1], [0, 1, 2, 3, 4, 4, 3, 2, 1, 1, 2, 2, 3, 0, 1, 2]]
     )
-    spec = NGram(layers=(1,), orders=(2, 3), heads=2, rows=11, row_dim=3, conv=conv)
-    layer = NGramMemory(D, **spec.arguments).double()
+    layer = NGramMemory(D, orders=(2, 3), heads=2, rows=11, row_dim=3, conv=conv).double()
     random = torch.Generator().manual_seed(3)
     for parameter in layer.parameters():
         parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=random, dtype=torch.float64))
     x = torch.randn(*ids.shape, D, generator=random, dtype=torch.float64)
-    out = layer(x, past_of(ids, spec))
+    out = layer(x, past_of(ids, layer))
     w = dict(layer.named_parameters())
 
     def rms(vector, gain):
         return vector / (vector.square().mean() + 1e-6).sqrt() * gain
 
-    multipliers = [[int(m) for m in row[:n]] for row, n in zip(layer.multipliers_HG, layer.orders_H, strict=True)]
+    multipliers = [[int(m) for m in row[:n]] for row, n in zip(layer.multipliers_HG, layer.orders, strict=True)]
     for b, row in enumerate(ids.tolist()):
         begin, normed = 0, []
         for t, token in enumerate(row):
@@ -134,7 +132,7 @@ def test_the_gate_is_its_formula(conv):
     names, values = zip(*w.items(), strict=True)
 
     def of(x, *values):
-        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x, past_of(ids, spec)))
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x, past_of(ids, layer)))
 
     inputs = (x[:, :6].clone().requires_grad_(), *values)
     ids = ids[:, :6]
@@ -142,14 +140,14 @@ def test_the_gate_is_its_formula(conv):
 
 
 def test_lite_adds_the_rows():
-    spec = NGram(layers=(1,), orders=(2,), heads=1, rows=7, row_dim=D, fusion="add")
-    layer, x, ids = NGramMemory(D, **spec.arguments), torch.randn(1, 6, D), torch.tensor([[0, 1, 2, 3, 0, 1]])
-    assert not layer(x, past_of(ids, spec)).any()
+    layer = NGramMemory(D, orders=(2,), heads=1, rows=7, row_dim=D, fusion="add")
+    x, ids = torch.randn(1, 6, D), torch.tensor([[0, 1, 2, 3, 0, 1]])
+    assert not layer(x, past_of(ids, layer)).any()
     torch.nn.init.normal_(layer.values.weight_KD)
-    rows = layer.rows_of(past_of(ids, spec).ids_BTG)[0, :, 0]
+    rows = layer.rows_of(past_of(ids, layer).ids_BTG)[0, :, 0]
     assert rows[0] == rows[4]
     assert rows[1] == rows[5]
-    torch.testing.assert_close(layer(x, past_of(ids, spec))[0], 0.1 * layer.values.weight_KD[rows])
+    torch.testing.assert_close(layer(x, past_of(ids, layer))[0], 0.1 * layer.values.weight_KD[rows])
 
 
 def test_the_gate_has_finite_slopes_around_zero():
@@ -164,7 +162,7 @@ def test_the_gate_has_finite_slopes_around_zero():
 
 
 def test_ids_found_by_hand_are_the_tokens_own():
-    assert torch.equal(NGramIds(50, NGram()).canonical_V, torch.arange(50))
+    assert torch.equal(TokenIds(50, [NGramSpec().lookback]).ids_V, torch.arange(50))
 
 
 @pytest.mark.parametrize(
@@ -177,9 +175,9 @@ def test_a_layer_made_by_hand_refuses_what_a_recipe_does(name, value):
 
 
 def test_a_layer_maps_a_batch_without_tokens():
-    spec = NGram(rows=7)
-    past = NGramIds(50, spec)(torch.zeros(2, 0, dtype=torch.int64), None, None)
-    assert NGramMemory(D, rows=7)(torch.zeros(2, 0, D), past).shape == (2, 0, D)
+    layer = NGramMemory(D, rows=7)
+    past = TokenIds(50, [layer.spec.lookback])(torch.zeros(2, 0, dtype=torch.int64), None, None)
+    assert layer(torch.zeros(2, 0, D), past).shape == (2, 0, D)
 
 
 def test_a_layer_without_ids_fails():
@@ -218,28 +216,30 @@ def test_canonical_ids_merge_what_reads_alike(tokens):
     every = canonical_ids(tokenizer, tokenizer.size, merge=False)
     assert sorted(every) == list(range(tokenizer.size))
     assert every[tokenizer.eos] == 0
-    assert canonical_sha256(ids) != canonical_sha256(np.roll(ids, 1))
+    assert ids_sha256(ids) != ids_sha256(np.roll(ids, 1))
 
 
 # The whole model: what stands before a token, wherever it is read.
 
 NGRAMS = {
-    "gate": NGram(layers=(1, 2), orders=(1, 2, 3), heads=2, rows=101, row_dim=4),
-    "far": NGram(layers=(2,), orders=(4,), heads=3, rows=101, row_dim=4),
-    "lite": NGram(layers=(1, 2), orders=(2,), heads=1, rows=101, row_dim=16, fusion="add"),
+    "gate": {"ngrams": NGramSpec(layers=("1", "2"), orders=(1, 2, 3), heads=2, rows=101, row_dim=4)},
+    "far": {"ngrams": NGramSpec(layers=("2",), orders=(4,), heads=3, rows=101, row_dim=4)},
+    "lite": {"ngrams": NGramSpec(layers=("1", "2"), orders=(2,), heads=1, rows=101, row_dim=16, fusion="add")},
 }
+NGRAMS["two"] = {"far": NGRAMS["far"]["ngrams"], "near": replace(NGRAMS["lite"]["ngrams"], canonical=False)}
 
 
 def model_of(kind: str, positions: str = "rotary", context: int = 24) -> Transformer:
     """A model in float64 whose n-gram memories and attention all tell; token 3 begins documents."""
-    model = Model(dim=16, layers=2, heads=2, context=context, positions=positions, ngram=NGRAMS[kind])
+    model = Model(dim=16, layers=2, heads=2, context=context, positions=positions, memories=NGRAMS[kind])
     built = build_model(Recipe(model=model, train=Train(batch_tokens=context, micro_batch=1)), 30).double().eval()
     random = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        built.ngram_ids.canonical_V.copy_(torch.arange(30) // 2 + 1)
-        built.ngram_ids.canonical_V[3] = 0
+        for name, ids in built.token_ids.items():
+            ids.ids_V.copy_(torch.arange(30) // (2 if name == "canonical" else 1) + 1)
+            ids.ids_V[3] = 0
         for name, parameter in built.named_parameters():
-            if "ngram" in name:
+            if "before" in name:
                 parameter.add_(0.5 * torch.randn(parameter.shape, generator=random).double())
             elif "attention.qkv" in name:
                 parameter.mul_(5)
@@ -247,12 +247,12 @@ def model_of(kind: str, positions: str = "rotary", context: int = 24) -> Transfo
 
 
 class Rows:
-    """The rows that each forward reads, by layer: (B, T, H)."""
+    """The rows that each forward reads, by memory and layer: (B, T, H)."""
 
     def __init__(self, model: Transformer):
         self.read = {}
         for tap in usage_taps(model):
-            tap.register_forward_hook(lambda tap, inputs, _: self.read.setdefault(tap.layer, []).append(inputs[0]))
+            tap.register_forward_hook(lambda tap, inputs, _: self.read.setdefault(tap.label, []).append(inputs[0]))
 
     def take(self, batch: int) -> list[torch.Tensor]:
         found = [torch.cat([part.view(batch, -1, part.shape[1]) for part in parts], 1) for parts in self.read.values()]
@@ -340,62 +340,46 @@ def test_a_block_that_is_not_told_what_stands_before_fails():
 def test_tables_train_by_their_own_optimizer_as_autograd_would(kind):
     """The group's rate is that of the recipe, and its row gradient the dense one."""
     optim = Optim(lr=1e-2, schedule="constant", warmup_steps=0)
-    spec = Model(dim=16, layers=2, heads=2, context=24, ngram=NGRAMS[kind])
+    spec = Model(dim=16, layers=2, heads=2, context=24, memories=NGRAMS[kind])
     recipe = Recipe(model=spec, optim=optim, train=Train(batch_tokens=48, micro_batch=2))
     plain, ours = build_model(recipe, 30), build_model(recipe, 30)
-    *_, group = parameter_groups(ours, recipe)
-    assert group.name == "ngram"
-    assert set(group.parameters) == {f"blocks.{layer - 1}.ngram.values.weight_KD" for layer in spec.ngram.layers}
+    _, *groups = parameter_groups(ours, recipe)
+    assert [group.name for group in groups] == list(spec.memories)
     tokens = torch.tensor([documents(random.Random(seed), 24) for seed in range(2)])
     for model in (plain, ours):
         model.loss(tokens, tokens.roll(-1, 1), 1 / 48).backward()
-    dense = [parameter for name, parameter in plain.named_parameters() if name in group.parameters]
-    for parameter, gradient in zip(dense, group.row_gradients, strict=True):
-        torch.testing.assert_close(gradient.dense(), parameter.grad)
-    group.step(1)
-    reference = torch.optim.Adam(dense, lr=5e-2, betas=optim.betas, eps=optim.eps)
-    reference.step()
-    for mine, theirs in zip(group.parameters.values(), dense, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for group in groups:
+        places = spec.memories[group.name].layer_places(2)
+        assert [*group.parameters] == [f"blocks.{at - 1}.before.memory_{group.name}.values.weight_KD" for at in places]
+        dense = [plain.get_parameter(name) for name in group.parameters]
+        for parameter, gradient in zip(dense, group.row_gradients, strict=True):
+            torch.testing.assert_close(gradient.dense(), parameter.grad)
+        group.step(1)
+        torch.optim.Adam(dense, lr=5e-2, betas=optim.betas, eps=optim.eps).step()
+        for mine, theirs in zip(group.parameters.values(), dense, strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 def test_a_map_that_is_not_the_runs_is_refused(tmp_path, trained, monkeypatch):
     """Weights with another map, and a resume where Unicode makes other ids of the same tokens."""
     shutil.copytree(trained("ngram"), tmp_path / "run")
     run = RunDirectory(tmp_path / "run")
-    canonical_V = load_run(run.path).model.ngram_ids.canonical_V
-    assert read_progress(run.checkpoint(30)).data["canonical"] == canonical_sha256(canonical_V)
+    ids_V = load_run(run.path).model.token_ids["canonical"].ids_V
+    assert read_progress(run.checkpoint(30)).data["canonical"] == ids_sha256(ids_V)
     recipe = run.recipe()
     model = build_model(recipe, 600)
     optimizer, tables = optimizer_state(parameter_groups(model, recipe)), table_ranks(model)
     progress = checkpoint.load(run.checkpoint(30), model.state_dict(), optimizer, tables)
-    model.ngram_ids.canonical_V[7:9] = model.ngram_ids.canonical_V[7:9].flip(0)
+    ids_V = model.token_ids["canonical"].ids_V
+    ids_V[7:9] = ids_V[7:9].flip(0)
     progress.step = 31
     with Saver(run, recipe, ProcessGroups(), print) as saver:
         saver.save(progress, model.state_dict(), optimizer, tables, {}, lambda seconds: None)
-    with pytest.raises(UserError, match="canonical ids are not those that the run was trained with"):
+    with pytest.raises(UserError, match="canonical ids of tokens are not those that the run was trained with"):
         load_run(run.path, 31)
     more = ["train", run.recipe_file, "-o", trained("ngram"), "-s", "train.steps=40"]
     monkeypatch.setattr(canonical, "canonical_text", lambda piece: piece)
     assert "trained with other canonical ids" in pkmlm(*more, code=2).stderr
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("layers=[3]", "found layer 3 .expected layers from 1 to 2"),
-        ("layers=[1, 1]", "each once"),
-        ("rows=65536", "found 65536 .expected a prime, such as 65537"),
-        ("rows=0", "1 or more"),
-        ("orders=[]", "one order or more"),
-        ("orders=[2, 2]", "each once"),
-        ("fusion=add", "found 8, but fusion add adds rows .expected 32"),
-        ("rows=1073741827", "at most 2.31 rows in a layer"),
-    ],
-)
-def test_keys_that_do_not_fit_are_refused(tmp_path, write_recipe, change, message):
-    with pytest.raises(UserError, match=message):
-        load_recipe(write_recipe(tmp_path, "ngram"), [f"model.ngram.{change}"])
 
 
 # What a memory holds.
@@ -408,7 +392,7 @@ def test_the_ngrams_of_a_row_are_those_that_read_it(trained):
     memory = memories(loaded.model)[0]
     said = json.loads(pkmlm("slots", run, "--layer", 1, "--slot", "4:40", "--top", 10_000, "--json").stdout)
     seen = Counter()
-    canonical_V = loaded.model.ngram_ids.canonical_V.tolist()
+    canonical_V = loaded.model.token_ids["canonical"].ids_V.tolist()
     context = loaded.model.context
     for document in chosen_documents(TextChoice(), loaded).ids:
         for window in windows(document, loaded.tokenizer.eos, context, context):
@@ -427,7 +411,7 @@ def test_the_ngrams_of_a_row_are_those_that_read_it(trained):
     for _ in range(2):  # measured, and kept
         usage = json.loads(pkmlm("usage-report", run, "--format", "json").stdout)
         assert [each for each in usage["runs"][0]["ngrams"] if each["layer"] == 1] == [
-            {"layer": 1, **each} for each in said["collisions"]
+            {"memory": "ngrams", "layer": 1, "kind": "ngram", **each} for each in said["collisions"]
         ]
 
 
@@ -435,14 +419,14 @@ def test_the_ngrams_of_a_row_are_those_that_read_it(trained):
 def test_ngrams_are_counted_as_they_are_seen_and_not_kept(monkeypatch):
     monkeypatch.setattr("pkmlm.measure.ngrams.LEAST_TO_COUNT", 64)
     model = model_of("far")
-    ngrams = NGrams(model)
-    expected, order = Counter(), model.ngram_ids.order
+    token_ids = model.token_ids["canonical"]
+    ngrams, expected, order = NGrams(token_ids), Counter(), token_ids.order
     with ReadListener([(ngrams.tap, ngrams.add)]) as counted:
         for seed in range(40):
             tokens = torch.randint(4, 10, (2, 16), generator=torch.Generator().manual_seed(seed))
             counted.only(torch.arange(32) % 3 > 0)
             model(tokens)
-            for b, ids in enumerate(model.ngram_ids.canonical_V[tokens].tolist()):
+            for b, ids in enumerate(token_ids.ids_V[tokens].tolist()):
                 for t in range(16):
                     if (16 * b + t) % 3:
                         expected[tuple(ids[t - back] if t >= back else 0 for back in range(order))] += 1
@@ -458,10 +442,11 @@ def test_ngrams_are_counted_as_they_are_seen_and_not_kept(monkeypatch):
 
 
 def test_the_share_that_is_alone_is_that_of_rows_drawn_at_random():
-    layer, ngrams = NGramMemory(D, orders=(3,), heads=4, rows=8191, row_dim=2), NGrams(model_of("far"))
+    layer = NGramMemory(D, orders=(3,), heads=4, rows=8191, row_dim=2)
+    ngrams = NGrams(TokenIds(3000, [layer.spec.lookback]))
     ids = torch.randint(1, 3000, (6000, 3), generator=torch.Generator().manual_seed(1))
     ngrams._ids_UG, ngrams._counts_U = ids, torch.ones(len(ids), dtype=torch.int64)
-    (found,) = collisions(layer, ngrams)
+    (found,) = collisions(layer, {"canonical": ngrams})
     assert found["distinct"] == 6000
     assert found["alone_expected"] == pytest.approx(math.exp(-6000 / 8191), rel=1e-3)
     assert found["alone"] == pytest.approx(found["alone_expected"], abs=0.01)
@@ -472,7 +457,7 @@ def test_the_share_that_is_alone_is_that_of_rows_drawn_at_random():
 @pytest.mark.parametrize("kind", ["far", "lite"])
 def test_what_a_row_answers_is_what_it_adds_without_gate_and_conv(kind):
     """Rows of one token, read alone, in a layer with an open gate and no convolution."""
-    layer = model_of(kind).blocks[1].ngram
+    layer = model_of(kind).blocks[1].before["memory_ngrams"]
     slots = torch.tensor([0, layer.tap.slots - 1])
     rows = layer.values.weight_KD[slots]
     if kind == "lite":
@@ -483,10 +468,3 @@ def test_what_a_row_answers_is_what_it_adds_without_gate_and_conv(kind):
         maps = layer.gate.maps
         expected = (maps(padded.flatten(1)) - maps.bias)[:, 16:]
     torch.testing.assert_close(layer.answer(slots), expected, check_dtype=False, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_recipe_knows_whether_its_model_reads_tables(name):
-    """So that usage is reported and measured in grids, whatever the kind of memory."""
-    model = build_model(Recipe(model=MODELS[name], train=Train(batch_tokens=16, micro_batch=1)), 40, "meta")
-    assert bool(MODELS[name].table_kinds) == bool(memories(model))

@@ -10,22 +10,30 @@ import torch
 from pkmlm.device import autocast
 from pkmlm.distributed import ProcessGroups
 from pkmlm.memory import table as values_module
+from pkmlm.memory.hash.spec import HashOptim, HashSpec
+from pkmlm.memory.key_spec import KeyedOptim, KeysOptim
+from pkmlm.memory.ngram.spec import NGramOptim, NGramSpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
+from pkmlm.memory.registry import SPECS
 from pkmlm.memory.row_adam import RowAdam, RowSGD
 from pkmlm.memory.table import Values
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, NGram, Optim, Recipe, TablesOptim, Train, ValuesOptim
+from pkmlm.recipe.schema import Model, Optim, Recipe, Train
 from pkmlm.train.lr_schedule import LrSchedule
 from pkmlm.train.optim import parameter_groups
 
-MODEL = Model(
-    dim=16,
-    layers=2,
-    heads=2,
-    context=8,
-    hash=Hash(bits=4),
-    memory=Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8),
-)
-RECIPE = Recipe(model=MODEL, train=Train(batch_tokens=32, micro_batch=2))
+PKM = {"layers": ("2",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
+
+
+def recipe_of(*, tables: HashSpec | None = None, ngrams: NGramSpec | None = None, optim=None, **values) -> Recipe:
+    """A model with product keys in layer 2, whose tables learn as `values` says, and other memories."""
+    memories = {"pkm": ProductKeySpec(**PKM, optim=KeyedOptim(**values)), "tables": tables, "ngrams": ngrams}
+    model = Model(dim=16, layers=2, heads=2, context=8, memories={k: v for k, v in memories.items() if v})
+    return Recipe(model=model, train=Train(batch_tokens=32, micro_batch=2), optim=optim or Optim())
+
+
+RECIPE = recipe_of()
+HASHED = HashSpec(bits=4, layers=("1",))
 
 
 def lrs(schedule: str, *steps: int) -> list[float]:
@@ -44,7 +52,7 @@ def test_schedules():
 def test_a_decay_at_the_end_multiplies_whatever_the_schedule_gives():
     stable = LrSchedule(2.0, "constant", warmup_steps=10, steps=110, final=0.1, decay_steps=20)
     assert [stable.lr_at(step) for step in (5, 90, 100, 110, 500)] == pytest.approx([1.0, 2.0, 1.1, 0.2, 0.2])
-    recipe = replace(RECIPE, optim=Optim(lr=2.0, schedule="constant", warmup_steps=0, decay_steps=4, final_lr=0.0))
+    recipe = recipe_of(optim=Optim(lr=2.0, schedule="constant", warmup_steps=0, decay_steps=4, final_lr=0.0))
     recipe = replace(recipe, train=replace(recipe.train, steps=10))
     for group in parameter_groups(build_model(recipe, 40, "cpu"), recipe):
         rates = [group.schedule.lr_at(step) for step in (1, 6, 8, 10)]
@@ -63,39 +71,39 @@ def test_the_relative_schedule_is_the_dense_one_times_a_falling_factor():
 @pytest.mark.parametrize(
     ("values", "middle", "last"),
     [
-        (ValuesOptim(lr=1.0, schedule="linear"), 0.55, 0.1),  # final_lr is that of optim
-        (ValuesOptim(lr=1.0, schedule="linear", final_lr=0.5), 0.75, 0.5),
-        (ValuesOptim(lr=1.0, schedule="linear", final_lr=0.0), 0.5, 0.0),
-        (ValuesOptim(schedule="relative", times=(8.0, 2.0)), 0.275 * 5, 0.05 * 2),
+        ({"lr": 1.0, "schedule": "linear"}, 0.55, 0.1),  # final_lr is that of optim
+        ({"lr": 1.0, "schedule": "linear", "final_lr": 0.5}, 0.75, 0.5),
+        ({"lr": 1.0, "schedule": "linear", "final_lr": 0.0}, 0.5, 0.0),
+        ({"schedule": "relative", "times": (8.0, 2.0)}, 0.275 * 5, 0.05 * 2),
     ],
 )
 def test_values_have_their_own_end_and_may_follow_the_dense_rate(values, middle, last):
-    optim = Optim(lr=0.5, schedule="linear", warmup_steps=0, final_lr=0.1, values=values)
-    recipe = replace(RECIPE, optim=optim, train=replace(RECIPE.train, steps=100))
+    recipe = recipe_of(optim=Optim(lr=0.5, schedule="linear", warmup_steps=0, final_lr=0.1), **values)
+    recipe = replace(recipe, train=replace(recipe.train, steps=100))
     groups = {group.name: group for group in parameter_groups(build_model(recipe, 20), recipe)}
     found = []
     for step in (50, 100):
-        groups["values"].step(step)
-        found.append(groups["values"].optimizer.param_groups[0]["lr"])
+        groups["pkm"].step(step)
+        found.append(groups["pkm"].optimizer.param_groups[0]["lr"])
     assert found == pytest.approx([middle, last])
 
 
 def test_every_parameter_is_in_one_group():
-    recipe = replace(RECIPE, model=replace(MODEL, projections="hash"))
+    recipe = recipe_of(tables=HASHED)
     model = build_model(recipe, 20)
     groups = {group.name: group for group in parameter_groups(model, recipe)}
-    assert list(groups) == ["dense", "values", "tables"]
+    assert list(groups) == ["dense", "pkm", "tables"]
     names = [name for group in groups.values() for name in group.parameters]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    assert list(groups["values"].parameters) == ["blocks.1.parts.memory.values.weight_KD"]
+    assert list(groups["pkm"].parameters) == ["blocks.1.parts.memory_pkm.values.weight_KD"]
     assert all(".tap" not in name and "values" in name for name in groups["tables"].parameters)
     for step in (1, 4000, 9000):
         assert groups["tables"].schedule.lr_at(step) == pytest.approx(3 * groups["dense"].schedule.lr_at(step))
-    assert groups["values"].schedule.lr_at(1) == pytest.approx(1e-3)
+    assert groups["pkm"].schedule.lr_at(1) == pytest.approx(1e-3)
 
 
 def test_weight_decay_moves_matrices_alone():
-    recipe = replace(RECIPE, optim=replace(RECIPE.optim, weight_decay=0.5, schedule="constant", warmup_steps=0, lr=0.1))
+    recipe = recipe_of(optim=Optim(weight_decay=0.5, schedule="constant", warmup_steps=0, lr=0.1))
     model = build_model(recipe, 20)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for group in parameter_groups(model, recipe):
@@ -111,14 +119,16 @@ def test_weight_decay_moves_matrices_alone():
 
 @pytest.mark.parametrize(("kind", "name"), [("product-key", "subkeys_H2nf"), ("flat-key", "keys_HKq")])
 def test_keys_move_at_their_own_lr_and_nothing_else_does(kind, name):
-    optim = replace(RECIPE.optim, schedule="constant", warmup_steps=0, lr=0.1, clip=0.0, keys=KeysOptim(0.25))
-    recipe = replace(RECIPE, model=replace(MODEL, memory=replace(MODEL.memory, kind=kind)), optim=optim)
+    slow = SPECS[kind](**PKM, optim=KeyedOptim(keys=KeysOptim(0.25)))
+    other = SPECS[kind](**{**PKM, "layers": ("1+",)})  # whose keys learn as all else
+    recipe = recipe_of(optim=Optim(schedule="constant", warmup_steps=0, lr=0.1, clip=0.0))
+    recipe = replace(recipe, model=replace(recipe.model, memories={"slow": slow, "other": other}))
     dense = parameter_groups(build_model(recipe, 20), recipe)[0]
     before = {path: p.detach().clone() for path, p in dense.parameters.items()}
     for parameter in dense.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     dense.step(1)  # Adam's first step is the rate itself
-    keys = f"blocks.1.parts.memory.{name}"
+    keys = f"blocks.1.parts.memory_slow.{name}"
     assert keys in dense.parameters
     for path, parameter in dense.parameters.items():
         moved = before[path] - (0.1 * 0.25 if path == keys else 0.1)
@@ -128,8 +138,7 @@ def test_keys_move_at_their_own_lr_and_nothing_else_does(kind, name):
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
 def test_the_values_may_have_an_epsilon_of_their_own(optimizer):
     def moved(**eps: float) -> torch.Tensor:
-        values = ValuesOptim(optimizer=optimizer, lr=0.1, clip=0, **eps)
-        recipe = replace(RECIPE, optim=Optim(values=values, eps=1e-3, clip=0))
+        recipe = recipe_of(optim=Optim(eps=1e-3, clip=0), optimizer=optimizer, lr=0.1, clip=0, **eps)
         group = parameter_groups(build_model(recipe, 20), recipe)[1]
         (table,) = group.parameters.values()
         before, x = table.detach().clone(), torch.full((1, 16), 1e-3)
@@ -142,7 +151,7 @@ def test_the_values_may_have_an_epsilon_of_their_own(optimizer):
 
 
 def table_of(start: torch.Tensor) -> Values:
-    table = Values(*start.shape, std=1.0, group="values")
+    table = Values(*start.shape, std=1.0)
     with torch.no_grad():
         table.weight_KD.copy_(start)
     return table
@@ -262,10 +271,9 @@ def test_a_step_of_row_adam_uses_up_the_gradient():
         table.zero_grad()
 
 
-@pytest.mark.parametrize("projections", ["dense", "hash"])
-def test_adam_on_a_whole_model_is_adamw(projections):
-    optim = Optim(values=ValuesOptim(optimizer="adam", lr=0.01, clip=0), tables=TablesOptim(clip=0), clip=0)
-    recipe = replace(RECIPE, model=replace(MODEL, projections=projections), optim=optim)
+@pytest.mark.parametrize("tables", [None, replace(HASHED, optim=HashOptim(clip=0))])
+def test_adam_on_a_whole_model_is_adamw(tables):
+    recipe = recipe_of(tables=tables, optim=Optim(clip=0), optimizer="adam", lr=0.01, clip=0)
     ours, theirs = build_model(recipe, 20), build_model(recipe, 20)
     groups = parameter_groups(ours, recipe)
     adamw = [
@@ -388,7 +396,7 @@ def test_a_half_precision_copy_follows_its_table(monkeypatch, precision):
 
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
 def test_gradient_norms(optimizer):
-    recipe = replace(RECIPE, optim=Optim(values=ValuesOptim(optimizer=optimizer)))
+    recipe = recipe_of(optimizer=optimizer)
     model = build_model(recipe, 20)
     groups = {group.name: group for group in parameter_groups(model, recipe)}
     model(torch.randint(0, 20, (2, 8))).square().sum().backward()
@@ -412,17 +420,16 @@ def test_gradients_are_measured_and_scaled_as_one_by_one():
     assert all(torch.equal(p.grad, grad * 0.3) for p, grad in zip(dense.parameters.values(), grads, strict=True))
 
 
-@pytest.mark.parametrize("name", ["values", "tables", "ngram"])
-def test_a_group_moves_as_its_own_section_says(name):
+@pytest.mark.parametrize(("name", "peak"), [("pkm", 1e-3), ("tables", 2.0 * 3), ("ngrams", 2.0 * 5)])
+def test_a_group_moves_as_its_own_section_says(name, peak):
     how = {"betas": (0.5, 0.75), "weight_decay": 0.25, "schedule": "linear", "warmup_steps": 4, "clip": 0.125}
-    optim = Optim(lr=2.0, final_lr=0.5)
-    optim = replace(optim, **{name: replace(getattr(optim, name), **how)})
-    model = replace(MODEL, projections="hash", ngram=NGram(layers=(1,), orders=(2,), heads=1, rows=7, row_dim=4))
-    recipe = replace(RECIPE, model=model, optim=optim, train=replace(RECIPE.train, steps=12))
+    tables = replace(HASHED, optim=HashOptim(**how))
+    ngrams = NGramSpec(layers=("1",), orders=(2,), heads=1, rows=7, row_dim=4, optim=NGramOptim(**how))
+    recipe = recipe_of(tables=tables, ngrams=ngrams, optim=Optim(lr=2.0, final_lr=0.5), **how)
+    recipe = replace(recipe, train=replace(recipe.train, steps=12))
     (group,) = [each for each in parameter_groups(build_model(recipe, 20), recipe) if each.name == name]
     (settings,) = group.optimizer.param_groups
     assert (settings["betas"], settings["weight_decay"], group.clip) == ((0.5, 0.75), 0.25, 0.125)
-    peak = {"values": 1e-3, "tables": 2.0 * 3, "ngram": 2.0 * 5}[name]
     assert [group.schedule.lr_at(step) / peak for step in (1, 4, 8, 12)] == pytest.approx([0.25, 1, 0.75, 0.5])
 
 

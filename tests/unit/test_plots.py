@@ -9,6 +9,7 @@ import torch
 from matplotlib import rc_context
 
 from pkmlm.measure.usage import MemoryUsage
+from pkmlm.memory.address import Addresses, entry_of
 from pkmlm.report import plots
 from pkmlm.report.metrics import MEASURES
 
@@ -19,15 +20,17 @@ RANDOM = np.random.default_rng(0)
 def memory(kind: str = "product-key", n: int = 6, heads: int = 2, layer: int = 3) -> MemoryUsage:
     tokens, slots = 50, n * n
     counts = RANDOM.integers(0, 9, (heads, slots))
-    common = None if kind in ("hash", "ngram") else np.full((heads, heads), 7)
-    squares = counts.sum(axis=1) / 3
-    name = "qkv" if kind == "hash" else "memory"
-    return MemoryUsage(layer, name, kind, tokens, counts, counts * RANDOM.random((heads, slots)), squares, common)
+    squares, masses = counts.sum(axis=1) / 3, counts * RANDOM.random((heads, slots))
+    if kind in ("hash", "ngram"):
+        addresses, part = Addresses(heads * slots, slots, tables=True), "qkv" if kind == "hash" else ""
+        return MemoryUsage("tables", layer, kind, addresses, tokens, counts, masses, squares, None, part=part)
+    addresses = Addresses(slots, n if kind == "product-key" else None)
+    return MemoryUsage("pkm", layer, kind, addresses, tokens, counts, masses, squares, np.full((heads, heads), 7))
 
 
 def valid(step: int, usage: float = 0.5, kl: float | None = 1.0) -> dict[str, object]:
     floor = {"usage": 0.9, "kl": 0.1}
-    entry = {"layer": 3, "name": "memory", "usage": usage, "kl": kl, "uniform": floor}
+    entry = entry_of("pkm", 3, "product-key") | {"usage": usage, "kl": kl, "uniform": floor}
     return {"event": "valid", "step": step, "loss": 9 / step, "usage": [entry]}
 
 
@@ -45,10 +48,10 @@ def png_size(path: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("kind", "heads", "expected"),
     [
-        ("product-key", 2, {"slot-mass", "map-layer-3-memory", "overlap-layer-3-memory", "usage-over-training"}),
+        ("product-key", 2, {"slot-mass", "map-layer-3-pkm", "overlap-layer-3-pkm", "usage-over-training"}),
         ("flat-key", 1, {"slot-mass", "usage-over-training"}),  # one head has no overlap
-        ("hash", 2, {"slot-mass", "buckets-layer-3", "usage-over-training"}),
-        ("ngram", 2, {"slot-mass", "rows-layer-3", "usage-over-training"}),
+        ("hash", 2, {"slot-mass", "buckets-layer-3-tables", "usage-over-training"}),
+        ("ngram", 2, {"slot-mass", "rows-layer-3-tables", "usage-over-training"}),
     ],
 )
 def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, heads: int, expected: set[str]) -> None:
@@ -60,7 +63,8 @@ def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, heads: int, expected:
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
-    unread = MemoryUsage(1, "memory", "product-key", 0, *np.zeros((2, 1, 4)), np.zeros(1), np.zeros((1, 1)))  # type: ignore[arg-type]
+    counts = np.zeros((1, 4), np.int64)
+    unread = MemoryUsage("pkm", 1, "product-key", Addresses(4, 2), 0, counts, counts * 1.0, np.zeros(1), counts[:, :1])
     assert plots.draw_usage(tmp_path, "r", [], [], LOOK) == []
     assert plots.draw_usage(tmp_path, "r", [unread], [valid(1, 0.0, None), train(1, 2.0)], LOOK) == []
     assert plots.draw_curves(tmp_path, {"a": [(1, [])], "b": [(1, [train(1, None)])]}, "tokens", LOOK) == []
@@ -80,7 +84,7 @@ def test_slot_mass_falls_and_ends_where_use_ends() -> None:
     assert uniform.get_ydata().min() * one.reads > 1, "no slot is expected to be read so seldom"
     slots, mass = map(torch.from_numpy, uniform.get_data())  # numpy 1 has no trapezoid
     assert 0.3 < -torch.trapezoid(mass, slots).item() <= 1.05
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["layer 3 memory", "random reading"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["layer 3 pkm", "random reading"]
 
 
 def test_map_is_the_square_of_slots_relative_to_uniform() -> None:
@@ -95,7 +99,11 @@ def test_large_maps_are_binned_and_keep_their_mean() -> None:
     n = 1100
     counts = RANDOM.integers(0, 3, (1, n * n))
     image = plots.key_map(
-        "r", MemoryUsage(1, "memory", "product-key", 9, counts, counts * 1.0, counts.sum(axis=1), np.eye(1)), LOOK
+        "r",
+        MemoryUsage(
+            "pkm", 1, "product-key", Addresses(n * n, n), 9, counts, counts * 1.0, counts.sum(axis=1), np.eye(1)
+        ),
+        LOOK,
     ).axes[0]
     relative = image.images[0].get_array()
     assert max(relative.shape) <= plots.MOST_PIXELS
@@ -114,14 +122,14 @@ def test_overlap_writes_every_pair() -> None:
 
 def test_buckets_of_the_first_and_last_table() -> None:
     one = memory("hash", heads=5)
-    figure = plots.table_reads("r", 3, [one], LOOK)
+    figure = plots.table_reads("r", "layer 3 tables", [one], LOOK)
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
     for axes, table in zip(figure.axes, (0, 4), strict=True):
         drawn = axes.patches[0].get_data().values
         assert np.allclose(drawn, 100 * one.counts_HK[table] / one.counts_HK[table].sum())
         assert axes.lines[0].get_ydata()[0] == pytest.approx(100 / 36), "the uniform line"
         assert f"table {table + 1} of 5" in axes.get_title()
-    assert len(plots.table_reads("r", 3, [memory("hash", heads=1)], LOOK).axes) == 1
+    assert len(plots.table_reads("r", "layer 3 tables", [memory("hash", heads=1)], LOOK).axes) == 1
 
 
 def test_usage_over_training_is_that_of_the_valid_events() -> None:
@@ -140,7 +148,9 @@ def test_many_memories_are_thinned_by_layers() -> None:
     assert plots.spread([6, 12]) == ([0, 1], None)
     mass = plots.slot_mass("r", [memory("hash", layer=layer) for layer in layers], LOOK)
     assert sum(str(line.get_label()).startswith("layer ") for line in mass.axes[0].lines) == 6
-    entries = [valid(10)["usage"][0] | {"layer": layer, "name": f"of {number}"} for number, layer in enumerate(layers)]  # type: ignore[index]
+    entries = [
+        valid(10)["usage"][0] | {"layer": layer, "memory": f"of {number}"} for number, layer in enumerate(layers)
+    ]  # type: ignore[index]
     training = plots.usage_over_training("r", [valid(step) | {"usage": entries} for step in (10, 20)], LOOK)
     assert training is not None
     assert [each.legends[0].get_title().get_text() for each in (mass, training)] == ["2 of 24 layers"] * 2
@@ -232,7 +242,7 @@ def test_effective_reads_are_those_of_memories_with_heads() -> None:
     event["usage"] = [
         entry | more
         for entry, more in zip(
-            event["usage"] * 2, ({"effective": 8.0}, {"effective": None, "name": "ngram"}), strict=True
+            event["usage"] * 2, ({"effective": 8.0}, {"effective": None, "memory": "ngrams"}), strict=True
         )
     ]
     assert plots.token_lines(10, [event])["effective"].tolist() == [[10, 8.0]]
@@ -252,7 +262,7 @@ def test_pictures_for_a_paper(tmp_path: Path) -> None:
             plots.learning_curves(curves, "steps", look),
             plots.slot_mass("run", [eight, hashes], look),
             plots.key_map("run", eight, look),
-            plots.table_reads("run", 3, [hashes], look),
+            plots.table_reads("run", "layer 3 tables", [hashes], look),
             plots.usage_over_training("run", [valid(10), valid(20)], look),
             plots.head_overlap("run", eight, eight.overlap_HH, look),
         ]
@@ -270,7 +280,7 @@ def test_pictures_for_a_paper(tmp_path: Path) -> None:
 def test_strange_run_names(tmp_path: Path) -> None:
     names = ["../$x^$ \x1b[31m\n" + "long" * 60, "\u65e5" * 85]  # the second is 255 bytes long
     for name in names:
-        stem = f"{plots.file_name(name)}-overlap-layer-12-memory"
+        stem = f"{plots.file_name(name)}-overlap-layer-12-pkm"
         (path,) = LOOK.save(tmp_path, stem, plots.slot_mass(name, [memory()], LOOK))
         assert path.parent == tmp_path
         assert path.name.isprintable()

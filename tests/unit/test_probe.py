@@ -18,7 +18,19 @@ from pkmlm.evaluate.documents import Documents, TextChoice, documents_of_split, 
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import score
 from pkmlm.measure.counters import ReadListener
-from pkmlm.measure.probe import PROBES, Means, Probes, Reader, Text, groups_of, intervals, partners, probe_run
+from pkmlm.measure.probe import (
+    PROBES,
+    Means,
+    Probes,
+    Reader,
+    Text,
+    groups_of,
+    intervals,
+    partners,
+    probe_run,
+    streams_of,
+)
+from pkmlm.memory.address import Addresses
 from pkmlm.memory.base import SparseMemory, UsageTap, memories
 from pkmlm.memory.init import initialise
 from pkmlm.memory.table import Values
@@ -61,7 +73,8 @@ def numpy_model(run: LoadedRun) -> Forward:
     The other answer is a function of the memory's input, the slots that it chooses and their weights.
     """
     w = {name: tensor.numpy() for name, tensor in run.model.state_dict().items()}
-    heads, topk, n = run.recipe.model.heads, run.recipe.model.memory.topk, run.recipe.model.memory.num_keys
+    memory = run.recipe.model.memories["pkm"]
+    heads, topk, n = run.recipe.model.heads, memory.topk, memory.num_keys
     erf = np.vectorize(math.erf)
 
     def norm(x, at):
@@ -100,7 +113,7 @@ def numpy_model(run: LoadedRun) -> Forward:
         x = x + attention(norm(x, "blocks.0.attention_norm"), "blocks.0.attention")
         x = x + ffn(norm(x, "blocks.0.norm"), "blocks.0.parts.ffn")
         x = x + attention(norm(x, "blocks.1.attention_norm"), "blocks.1.attention")
-        at = "blocks.1.parts.memory"
+        at = "blocks.1.parts.memory_pkm"
         slots, weights = search(norm(x, "blocks.1.norm"), at)
         own = np.einsum("thk,thkd->td", weights, w[f"{at}.values.weight_KD"][slots])
         x = x + (own if other is None else other(weights, own))
@@ -239,7 +252,7 @@ def test_every_probe_is_that_of_a_forward_in_numpy(run: LoadedRun, corpus: Corpu
 
 def redrawn(run: LoadedRun, values: np.ndarray) -> nn.Module:
     """A stand-in for a model that has the run's weights but for the values."""
-    weights = {**run.model.state_dict(), "blocks.1.parts.memory.values.weight_KD": torch.from_numpy(values)}
+    weights = {**run.model.state_dict(), "blocks.1.parts.memory_pkm.values.weight_KD": torch.from_numpy(values)}
     module = nn.Module()
     module.state_dict = lambda: weights  # type: ignore[method-assign,assignment]
     return module
@@ -293,8 +306,8 @@ def test_hash_layers_are_probed_by_name_and_all_together(trained) -> None:
         return documents_of_split(split, run.tokenizer)
 
     record = probed(run)
-    assert [(each["layer"], each["name"]) for each in record["memories"]] == [
-        (None, "qkv"), (None, "ffn1"), (None, "ffn2"), (None, "all"),
+    assert [(each["layer"], each["memory"], each.get("part")) for each in record["memories"]] == [
+        (None, "tables", "qkv"), (None, "tables", "ffn1"), (None, "tables", "ffn2"), (None, "all", None),
     ]  # fmt: skip
     real = score(run.model, documents_read(), run.tokenizer.eos)
     assert record["real"]["nats"] == pytest.approx(real.nats_per_token, rel=1e-9)
@@ -364,7 +377,7 @@ class Reading(SparseMemory):
 
     def __init__(self, layer: int, table: Values):
         super().__init__()
-        self.tap = UsageTap(layer, "memory", "new", 4, 1)
+        self.tap = UsageTap(layer, "memory", "new", Addresses(4), 1)
         self.__dict__["values"] = table
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
@@ -381,12 +394,13 @@ class Reading(SparseMemory):
 
 
 def test_a_table_that_several_memories_read_is_redrawn_for_the_probed_one_alone() -> None:
-    table = Values(4, 3, std=1.0, group="values").requires_grad_(False)
+    table = Values(4, 3, std=1.0).requires_grad_(False)
     initialise(table, 1)
     first, second = Reading(1, table), Reading(2, table)
     x_BTD = torch.zeros(1, 2, 3)
     before = first(x_BTD)
     probes = Probes.__new__(Probes)
+    probes.streams = streams_of([first, second])
     with probes.redrawn_values([first]):
         assert not torch.equal(first(x_BTD), before)
         assert torch.equal(second(x_BTD), before)

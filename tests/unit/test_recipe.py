@@ -13,24 +13,15 @@ from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.constraints import check_recipe, memory_layers
+from pkmlm.memory.flat_key.spec import FlatKeySpec
+from pkmlm.memory.product_key.spec import ProductKeySpec
+from pkmlm.memory.registry import SPECS
+from pkmlm.memory.spec import SpecError
+from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import bind, load_recipe
 from pkmlm.recipe.nodes import parse
-from pkmlm.recipe.schema import (
-    Data,
-    Eval,
-    Memory,
-    Model,
-    Optim,
-    Recipe,
-    Train,
-    dump_recipe,
-    flatten,
-    json_schema,
-    leaves,
-    list_keys,
-)
-from pkmlm.recipe.warnings import random_weights_warning, unused_key_warnings, warmup_warnings
+from pkmlm.recipe.schema import Data, Eval, Model, Optim, Recipe, Train, dump_recipe, flatten, json_schema, list_keys
+from pkmlm.recipe.warnings import random_weights_warning, warmup_warnings
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE_FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "grids")
@@ -40,7 +31,7 @@ name: small
 model:
   dim: 256
   context: 128
-  memory: {kind: product-key, layers: [5], num_keys: 128, key_dim: 128}
+  memories: {pkm: {kind: product-key, layers: [5], num_keys: 128, key_dim: 128}}
 optim: {lr: 3e-4}
 train: {batch_tokens: 4096}
 """
@@ -70,12 +61,14 @@ def error_of_text(tmp_path: Path, text: str | bytes) -> str:
 
 def test_the_presets_are_the_papers() -> None:
     two = load_recipe(RECIPES / "pkm/16-layers.yaml")
-    assert memory_layers(two.model) == {6: False, 12: False}
-    assert (two.model.dim, two.model.heads, two.optim.lr, two.optim.values.lr) == (1024, 16, 2.5e-4, 1e-3)
+    assert two.model.memory_places() == {6: {"pkm": ("ffn",)}, 12: {"pkm": ("ffn",)}}
+    values = two.optim.filled(two.model.memories["pkm"].table_optim)
+    assert (two.model.dim, two.model.heads, two.optim.lr, values.lr) == (1024, 16, 2.5e-4, 1e-3)
     tiny, pythia = (load_recipe(RECIPES / name) for name in ("memoryformer/tiny.yaml", "pythia/70m.yaml"))
-    assert tiny.optim.lr * tiny.optim.tables.lr_scale == 3 * pythia.optim.lr
+    tables = tiny.model.memories["tables"]
+    assert tiny.optim.filled(tables.table_optim).lr == 3 * pythia.optim.lr
     assert pythia.train.batch_tokens == 1024 * 2048
-    assert tiny.model.dim // tiny.model.hash.bits == 64
+    assert tiny.model.dim // tables.bits == 64
     assert tiny.model.rotary_width == 16
 
 
@@ -112,10 +105,10 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("a: b: c", ":1:5: mapping values"),
         ("x" * (1 << 19), " has more than"),
         ("\n\nmodel:\n  dims: 5", ":4:3: unknown key model.dims (did you mean model.dim?)"),
-        ("topk: 4", ":1:1: unknown key topk (did you mean model.memory.topk?)"),
-        ("model: {top-k: 4}", ":1:9: unknown key model.top-k (did you mean model.memory.topk?)"),
+        ("lr-: 4", ":1:1: unknown key lr- (did you mean optim.lr?)"),
+        ("model: {memory: {kind: hash}}", ":1:9: unknown key model.memory (did you mean model.memories or "),
         ("model.dim: 5", ":1:1: model.dim: found a key with dots"),
-        ("model: {lr: 3}", "unknown key model.lr (did you mean optim.lr or optim.values.lr?)"),
+        ("model: {lr: 3}", "unknown key model.lr (did you mean optim.lr?)"),
         ("train: {steps: 0755}", ":1:9: train.steps: found 0755"),
         ("train: {steps: 1.0}", "train.steps: found 1.0"),
         ("train: {steps: '5'}", 'train.steps: found the text "5" (expected a whole number)'),
@@ -128,24 +121,12 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("name: null", "name: found null"),
         ("name: ../../x", "name: found '../../x'"),
         ('eval: {sample: "\\ud800"}', "eval.sample: the text holds a character that no file can hold"),
-        (
-            "model: {memory: {kind: product_key}}",
-            "found product_key (expected none, product-key, flat-key or peer)",
-        ),
         ("parallel: {memory: 2}", "parallel.memory: 2 ranks, but the model has no table to divide (expected 1)"),
         (
-            "model: {dim: 64, memory: {kind: peer, layers: 2, value_dim: 30}}\nparallel: {memory: 4}",
+            "model: {dim: 64, memories: {a: {kind: peer, layers: 2, value_dim: 30}}}\nparallel: {memory: 4}",
             "parallel.memory: 4 ranks cannot divide tables of 30 and 64 columns (expected a divisor of 2)",
         ),
-        ("model: {memory: {kind: peer, layers: 2, key_dim: 15}}", "model.memory.key_dim: 15 has no half"),
-        ("model: {memory: {kind: peer, layers: 2, num_keys: 8}}", "model.memory.topk: found 32 (expected at most 8"),
-        ("model: {memory: {value_dim: 0}}", "model.memory.value_dim: found 0"),
         ("optim: {schedule: relative}", "optim.schedule: found relative"),
-        ("optim: {values: {times: [4]}}", "optim.values.times"),
-        (
-            "{model: {memory: {kind: flat-key, layers: 2}}, optim: {values: {schedule: relative, times: [0, 0]}}}",
-            "optim.values.times: found [0, 0]",
-        ),
         ("base: nowhere.yaml", ":1:1: base: cannot read "),
         ("base: bad.yaml", ":1:1: base: "),
         ("base: " + "a" * 6000, ":1:1: base: cannot read "),
@@ -160,28 +141,31 @@ def test_what_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str | by
     ("override", "expected"),
     [
         ("model.heads=7", "model.heads: 7 heads do not divide model.dim 256"),
-        ("model.memory.topk=129", "model.memory.topk: found 129"),
-        ("model.memory.key_dim=129", "model.memory.key_dim: 129"),
-        ("model.memory.layers=7", "model.memory.layers: found layer 7 (expected layers from 1 to 6)"),
-        ("model.memory.layers=five", "model.memory.layers: found 'five'"),
-        ("model.memory.layers=[5, 5+]", "model.memory.layers: layer 5 is named twice"),
-        ("model.memory.layers=[]", "model.memory.layers: no layer for the product-key memory"),
-        ("model.memory.layers=auto:999999999", "found auto:999999999"),
-        ("model.memory.num_keys=70000", "model.memory.num_keys: asks for 1.3e+12 parameters"),
+        ("model.memories.pkm.topk=129", "model.memories.pkm.topk: found 129"),
+        ("model.memories.pkm.key_dim=129", "model.memories.pkm.key_dim: found 129"),
+        ("model.memories.pkm.layers=7", "model.memories.pkm.layers: found layer 7 (expected layers from 1 to 6)"),
+        ("model.memories.pkm.layers=five", "model.memories.pkm.layers: found 'five'"),
+        ("model.memories.pkm.layers=[5, 5+]", "model.memories.pkm.layers: layer 5 is named twice"),
+        (
+            "model.memories.pkm.layers=[]",
+            "model.memories.pkm.layers: found no layer (expected layers from 1 to 6, such as [5])",
+        ),
+        ("model.memories.pkm.layers=auto:999999999", "found auto:999999999"),
+        ("model.memories.pkm.num_keys=70000", "model.memories.pkm.num_keys: asks for 1.3e+12 parameters"),
         ("model.vocab_size=99999999999", "model.vocab_size: found 99999999999"),
         ("train.batch_tokens=4000", "(expected a multiple of 128)"),
         ("train.micro_batch=5", "do not fall into micro-batches of 5 (expected a divisor of 32)"),
         ("train.seed=9223372036854775808", "train.seed: found 9223372036854775808"),
         ("optim.warmup_steps=0", "optim.warmup_steps: found 0 with the inverse-sqrt schedule"),
-        ("optim.values.schedule=inverse-sqrt", "optim.values.warmup_steps: found 0 with"),
+        ("model.memories.pkm.optim.schedule=inverse-sqrt", "model.memories.pkm.optim.warmup_steps: found 0 with"),
         ("optim.betas=[0.9, 1]", "optim.betas: found 1"),
-        ("model.memory.topc=3", "unknown key model.memory.topc (did you mean model.memory.topk?)"),
+        ("model.memories.pkm.topc=3", "unknown key model.memories.pkm.topc (did you mean model.memories.pkm.topk?)"),
         ("no-equals", "not of the form key=value"),
         ("data.dir=[]", "data.dir: found"),
         ("data.dir=[a, null]", "data.dir: found"),
         ("data.dir=[a, {b: c}]", "data.dir: found"),
         ("data.dir={a: b}", "data.dir: found"),
-        ("model.memory.layers=[5", "expected ',' or ']'"),
+        ("model.memories.pkm.layers=[5", "expected ',' or ']'"),
     ],
 )
 def test_what_cannot_hold_is_refused_with_the_override_and_the_key(
@@ -192,14 +176,117 @@ def test_what_cannot_hold_is_refused_with_the_override_and_the_key(
     assert expected in message
 
 
-def test_hash_tables_must_fit_the_width(recipe_file: Path) -> None:
-    hashed = "model.projections=hash"
-    load_recipe(recipe_file, [hashed])
-    load_recipe(recipe_file, ["model.hash.bits=7"])  # dense: unused
-    assert "model.hash.bits: 7 bits" in error_of(recipe_file, hashed, "model.hash.bits=7").message
-    assert "model.hash.extra_bits: 16 + 2 bits" in error_of(recipe_file, hashed, "model.hash.bits=16").message
-    message = error_of(recipe_file, hashed, "model.dim=65536", "model.hash.extra_bits=8").message
-    assert "model.hash.bits: asks for 2.1e+14 parameters" in message
+def memories_error(tmp_path: Path, memories: str) -> str:
+    """The error of a model of six layers with these memories, without the place."""
+    message = error_of_text(tmp_path, f"model: {{dim: 64, memories: {{{memories}}}}}")
+    return message.partition("model.memories")[2]
+
+
+KINDS = ", ".join(SPECS)
+KEYED, TABLES, NGRAMS = "kind: product-key, layers: 2", "kind: hash", "kind: ngram, layers: 2"
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ("layers: 2", f": found no kind (expected kind: {KINDS})"),
+        ("kind: product_key", f".kind: found product_key (expected {KINDS})"),
+        ("kind: [hash]", f".kind: found a list of 1 (expected {KINDS})"),
+        (f"{KEYED}, top-k: 4", ".top-k (did you mean model.memories.m.topk?)"),
+        (f"{KEYED}, bits: 4", ".bits"),
+        (f"{KEYED}, expert: relu", ".expert"),
+        (f"{TABLES}, topk: 4", ".topk"),
+        (f"{TABLES}, bit: 4", ".bit (did you mean model.memories.m.bits?)"),
+        (f"{TABLES}, optim: {{keys: {{lr_scale: 1}}}}", ".optim.keys"),
+        (f"{NGRAMS}, order: [2]", ".order (did you mean model.memories.m.orders?)"),
+        (f"{KEYED}, optim: {{lrs: 1}}", ".optim.lrs (did you mean model.memories.m.optim.lr?)"),
+        (f"{KEYED}, optim: {{lr: 1e-3, lr_scale: 3}}", ".optim.lr_scale: found 3 beside lr 0.001 (expected one of"),
+        (f"{KEYED}, optim: {{times: [4]}}", ".optim.times: found a list of 1 (expected a list of 2)"),
+        (f"{KEYED}, optim: {{betas: [0.9, 1]}}", ".optim.betas: found 1.0 (expected less than 1)"),
+        (f"{KEYED}, optim: {{schedule: relative, times: [0, 0]}}", ".optim.times: found [0, 0]"),
+        (f"{KEYED}, optim: {{lr: nan}}", ".optim.lr: found nan (expected a number)"),
+        (f"{KEYED}, topk: 1e3", ".topk: found 1e3 (expected a whole number)"),
+        (f"{KEYED}, value_dim: 0", ".value_dim: found 0 (expected 1 or more)"),
+        (f"{KEYED}, num_keys: 8", ".topk: found 32 (expected at most 8, the keys to choose from)"),
+        (f"{KEYED}, key_dim: 15", ".key_dim: found 15 (expected an even width"),
+        (f"{KEYED}, layers: null", ".layers: found null (expected a list)"),
+        (f"{KEYED}, layers: all+", ".layers: found 'all+'"),
+        ("kind: peer, layers: 2, key_dim: 15", ".key_dim: found 15 (expected an even width"),
+        (f"{TABLES}, bits: 7", ".bits: 7 bits do not divide the width 64"),
+        (f"{TABLES}, bits: 16", ".extra_bits: 16 + 2 bits make tables of 2^18 rows"),
+        (f"{TABLES}, parts: [qkv, qkv]", ".parts: found ['qkv', 'qkv'] (expected qkv, ffn, or both, each once)"),
+        (f"{TABLES}, parts: [out]", ".parts: found 'out' (expected qkv or ffn)"),
+        (f"{TABLES}, layers: 2+", ".layers: found a layer with +"),
+        (f"{NGRAMS}, layers: [1, 2+]", ".layers: found a layer with +"),
+        (f"{NGRAMS}, layers: auto:2+", ".layers: found a layer with +"),
+        (f"{NGRAMS}, orders: [2, 2]", ".orders: found [2, 2] (expected one order or more, each once)"),
+        (f"{NGRAMS}, orders: []", ".orders: found []"),
+        (f"{NGRAMS}, rows: 65536", ".rows: found 65536 (expected a prime, such as 65537, or 1)"),
+        (f"{NGRAMS}, rows: 0", ".rows: found 0 (expected 1 or more)"),
+        (f"{NGRAMS}, rows: 1073741827", ".rows: 16 tables of 1073741827 rows (expected at most 2^31 rows"),
+        (f"{NGRAMS}, fusion: add", ".row_dim: found 24, but fusion add adds rows (expected 64)"),
+    ],
+)
+def test_a_memory_has_the_keys_of_its_kind_and_they_fit(tmp_path: Path, memory: str, expected: str) -> None:
+    memory = memory.replace("layers: 2, layers", "layers")  # given once
+    assert memories_error(tmp_path, f"m: {{{memory}}}").startswith(f".m{expected}")
+
+
+@pytest.mark.parametrize("name", ["dense", "all", "1a", "a b", "a.b", "", "\u00e9", "a" * 41, r"a\nb"])
+def test_a_memory_has_a_name_that_files_and_reports_can_have(tmp_path: Path, name: str) -> None:
+    assert ": found this name" in memories_error(tmp_path, f'"{name}": {{kind: hash}}')
+
+
+@pytest.mark.parametrize(
+    ("memories", "expected"),
+    [
+        ("a: {kind: hash}, b: {kind: flat-key, layers: 3}", "the FFN of layer 3"),
+        ("a: {kind: peer, layers: [4, 3]}, b: {kind: flat-key, layers: 3}", "the FFN of layer 3"),
+        ("a: {kind: hash, parts: qkv}, b: {kind: hash, layers: 2}", "the maps to queries, keys and values of layer 2"),
+    ],
+)
+def test_two_memories_cannot_have_one_place(tmp_path: Path, memories: str, expected: str) -> None:
+    expected = f".b.layers: takes the place of {expected}, and so does model.memories.a (expected one of the two there)"
+    assert memories_error(tmp_path, memories) == expected
+
+
+def test_a_layer_may_have_several_memories(recipe_file: Path) -> None:
+    beside = ["hashed={kind: hash, parts: qkv}", "flat={kind: flat-key, layers: [5+, 6+]}"]
+    grams = [f"{name}={{kind: ngram, layers: 5}}" for name in ("near", "far")]
+    places = load_recipe(recipe_file, [f"model.memories.{memory}" for memory in beside + grams]).model.memory_places()
+    assert list(places) == [1, 2, 3, 4, 5, 6]
+    assert places[6] == {"hashed": ("qkv",), "flat": ("beside",)}
+    assert places[5] == {"pkm": ("ffn",), **places[6], "near": ("before",), "far": ("before",)}
+
+
+def test_null_is_no_memory(tmp_path: Path, recipe_file: Path) -> None:
+    tables = "model.memories.tables={kind: hash, parts: qkv}"
+    assert [*load_recipe(recipe_file, [tables]).model.memories] == ["pkm", "tables"]
+    for overrides, left in (
+        (["model.memories=null"], []),
+        ([tables, "model.memories=null"], []),
+        ([tables, "model.memories.pkm=null"], ["tables"]),
+        ([tables, "model.memories.tables=null"], ["pkm"]),
+        (["model.memories=null", tables], ["tables"]),
+    ):
+        recipe = load_recipe(recipe_file, overrides)
+        assert [*recipe.model.memories] == left
+        recipe_file.with_name("dumped.yaml").write_text(dump_recipe(recipe))
+        assert load_recipe(recipe_file.with_name("dumped.yaml")) == recipe
+    error_of(recipe_file, "model.memories.pkm=null", "model.memories.pkm.topk=8")  # it has no kind any more
+
+
+def test_a_base_and_its_heir_merge_memories_by_name(recipe_file: Path) -> None:
+    heir = recipe_file.with_name("heir.yaml")
+    pkm = load_recipe(recipe_file).model.memories["pkm"]
+    for memories, expected in (
+        ("{pkm: {topk: 8, optim: {lr: 1e-2}}}", replace(pkm, topk=8, optim=replace(pkm.optim, lr=1e-2))),
+        ("{pkm: {kind: flat-key}}", FlatKeySpec(layers=("5",), num_keys=128, key_dim=128)),
+        ("{pkm: }", pkm),
+        ("{pkm: null, tables: {kind: hash}}", None),
+    ):
+        heir.write_text(f"base: r.yaml\nmodel: {{memories: {memories}}}\n")
+        assert load_recipe(heir).model.memories.get("pkm") == expected, memories
 
 
 def test_a_rotary_width_is_even_and_whole(recipe_file: Path) -> None:
@@ -228,32 +315,35 @@ def test_attention_has_sizes_that_can_be(recipe_file: Path) -> None:
 
 
 def test_memory_layers_as_the_paper_spreads_them() -> None:
-    def layers(total: int, *names: str) -> dict[int, bool]:
-        return memory_layers(Model(layers=total, memory=Memory(kind="product-key", layers=names)))
+    def layers(total: int, *names: str) -> dict[int, tuple[str, ...]]:
+        return ProductKeySpec(layers=names).layer_places(total)
 
-    assert layers(16, "auto:2") == {6: False, 12: False}
-    assert layers(12, "auto:3") == {3: False, 6: False, 9: False}
-    assert layers(12, "auto:1+") == {6: True}
+    assert layers(16, "auto:2") == {6: ("ffn",), 12: ("ffn",)}
+    assert list(layers(12, "auto:3")) == [3, 6, 9]
+    assert layers(12, "auto:1+") == {6: ("beside",)}
     assert list(layers(4, "auto:2")) == [2, 4], "a step that ends at the last layer"
     assert list(layers(6, "auto:4")) == [1, 3, 4, 6], "the paper's step would end at 8"
     for total in range(1, 40):
+        assert list(layers(total, "all")) == list(range(1, total + 1))
         for number in range(1, total + 1):
             found = list(layers(total, f"auto:{number}"))
             assert len(found) == number
             assert 1 <= found[0] <= found[-1] <= total
-    assert list(layers(6, "5+", "2").items()) == [(2, False), (5, True)]
-    with pytest.raises(UserError, match="from 1 to 6"):
+    assert list(layers(6, "5+", "2").items()) == [(2, ("ffn",)), (5, ("beside",))]
+    with pytest.raises(SpecError, match="from 1 to 6"):
         layers(6, "7")
 
 
 def test_overrides_come_last_and_the_last_wins(recipe_file: Path) -> None:
-    recipe = load_recipe(recipe_file, ["optim.lr=1", "optim.lr=2", "model.memory.layers=[2, 4+]", "data.dir=null"])
+    recipe = load_recipe(
+        recipe_file, ["optim.lr=1", "optim.lr=2", "model.memories.pkm.layers=[2, 4+]", "data.dir=null"]
+    )
     assert recipe.optim.lr == 2
-    assert recipe.model.memory.layers == ("2", "4+")
+    assert recipe.model.memories["pkm"].layers == ("2", "4+")
     assert recipe.data.dir is None
     assert load_recipe(recipe_file, ["eval.sample=Hello: world # 1"]).eval.sample == "Hello: world # 1"
     assert load_recipe(recipe_file, ['data.dir="null"']).data.dir == "null"
-    assert load_recipe(recipe_file, ["model.memory={topk: 8, heads: 2}"]).model.memory.topk == 8
+    assert load_recipe(recipe_file, ["model.memories.pkm={topk: 8, heads: 2}"]).model.memories["pkm"].topk == 8
 
 
 def test_tokens_are_in_one_folder_or_several(recipe_file: Path) -> None:
@@ -272,11 +362,11 @@ def test_tokens_are_in_one_folder_or_several(recipe_file: Path) -> None:
 def test_a_base_is_read_first_and_errors_name_the_file_at_fault(tmp_path: Path, recipe_file: Path) -> None:
     (tmp_path / "sub").mkdir()
     child = tmp_path / "sub/child.yaml"
-    child.write_text("base: ../r.yaml\nmodel:\n  memory: {layers: [2, 3]}\n")
+    child.write_text("base: ../r.yaml\nmodel: {dim: 128}\n")
     recipe = load_recipe(child)
-    assert recipe.model.memory == replace(load_recipe(recipe_file).model.memory, layers=("2", "3"))
+    assert recipe.model == replace(load_recipe(recipe_file).model, dim=128)
     assert recipe.name == "small"
-    child.write_text("base: ../r.yaml\nmodel:\n  memory:\n  #  topk: 8\n")
+    child.write_text("base: ../r.yaml\nmodel:\n  memories:\n  #  pkm: null\n")
     assert load_recipe(child).model == load_recipe(recipe_file).model  # a section without keys changes nothing
     recipe_file.write_text(GOOD + "log: {every: x}\n")
     assert f"/{recipe_file.name}:8:7: log.every: found x" in error_of(child).message
@@ -329,6 +419,9 @@ def test_every_recipe_of_the_repository_fits_the_schema_of_editors(path: Path) -
     assert recipe.name != "unnamed"
 
 
+KEYED_JSON = {"kind": "product-key"}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -336,7 +429,14 @@ def test_every_recipe_of_the_repository_fits_the_schema_of_editors(path: Path) -
         {"model": {"dim": 0}},
         {"model": {"dim": "x"}},
         {"model": {"activation": "silu"}},
-        {"model": {"memory": {"layers": ["5-"]}}},
+        {"model": {"memories": {"pkm": {"layers": ["5-"], **KEYED_JSON}}}},
+        {"model": {"memories": {"pkm": {"bits": 8, **KEYED_JSON}}}},
+        {"model": {"memories": {"pkm": {"kind": "hash", "topk": 8}}}},
+        {"model": {"memories": {"pkm": {"kind": "hash", "optim": {"keys": {}}}}}},
+        {"model": {"memories": {"pkm": {"kind": "hush"}}}},
+        {"model": {"memories": {"pkm": {"topk": 0, **KEYED_JSON}}}},
+        {"model": {"memories": {"pkm": {"optim": {"betas": [0.9, 1]}, **KEYED_JSON}}}},
+        {"model": {"memories": {"pkm": 5}}},
         {"optim": {"betas": [0.9]}},
         {"train": {"seed": 2**63}},
     ],
@@ -346,19 +446,23 @@ def test_the_schema_of_editors_refuses_what_a_recipe_refuses(tmp_path: Path, wro
     schema.check_schema(json_schema())
     assert not schema.is_valid(wrong)
     (tmp_path / "wrong.yaml").write_text(json.dumps(wrong))
-    error_of(tmp_path / "wrong.yaml", "model.memory.kind=product-key")
+    error_of(tmp_path / "wrong.yaml")
 
 
 def test_the_schema_of_editors_has_the_help_and_default_of_every_key() -> None:
     schema = json_schema()
-    for name, field, _ in leaves(Recipe):
+    kinds = schema["$defs"]["Model"]["properties"]["memories"]["additionalProperties"]["anyOf"]
+    by_kind = {f"<{kind}>": section for kind, section in zip(SPECS, kinds, strict=False)}
+    keys = list_keys()
+    assert {part for key in keys for part in key.name.split(".") if part[0] == "<"} == set(by_kind)
+    for key in keys:
         section = schema
-        for part in name.split("."):
-            section = section["properties"][part]
+        for part in key.name.split("."):
+            section = by_kind.get(part) or section["properties"][part]
             if "$ref" in section:
                 section = schema["$defs"][section["$ref"].rpartition("/")[2]]
-        assert section["description"] == field.description
-        assert section["default"] == json.loads(json.dumps(field.default))
+        assert section["description"] == key.help
+        assert section["default"] == yaml.safe_load(key.default), key
 
 
 def test_a_recipe_made_in_python_is_validated_too() -> None:
@@ -386,7 +490,7 @@ def test_what_is_written_reads_back_equal(
 ) -> None:
     recipe = Recipe(
         data=Data(dir=folder),
-        model=Model(tie_embeddings=tie, memory=Memory(kind="flat-key", layers=("1", "3+"))),
+        model=Model(tie_embeddings=tie, memories={"flat": FlatKeySpec(layers=("1", "3+"))}),
         optim=Optim(weight_decay=decay, betas=(beta, 0.1)),
         eval=Eval(sample=text),
     )
@@ -407,104 +511,37 @@ def test_words_that_yaml_could_misread_are_quoted(tmp_path: Path, word: str) -> 
 
 
 def test_keys_and_flatten_agree_with_the_schema() -> None:
-    flat = flatten(Recipe())
+    memories = {kind: spec(layers=("all",)) for kind, spec in SPECS.items()}
+    flat = flatten(Recipe(model=Model(memories={f"<{kind}>": memory for kind, memory in memories.items()})))
     listed = list_keys()
     assert [key.name for key in listed] == list(flat)
-    assert flat["model.memory.topk"] == 32
+    assert flat["model.memories.<flat-key>.topk"] == 32
     assert all(key.help and key.type for key in listed)
     by_name = {key.name: key for key in listed}
     assert by_name["optim.lr"].default == "0.00025"
-    assert by_name["model.memory.kind"].type == "none | product-key | flat-key | peer"
+    assert by_name["model.memories.<hash>.parts"].type == "list of qkv | ffn"
     assert by_name["eval.patience"].type == "int or null"
     numeric = [name for name, value in flat.items() if isinstance(value, float)]
     for name in numeric:  # no number goes unchecked
+        path = RECIPES / "pkm/ablation.yaml"
+        for kind in SPECS:
+            name = name.replace(f"<{kind}>", kind)
+        added = [f"model.memories.{kind}={{kind: {kind}, layers: 3}}" for kind in SPECS if f".{kind}." in name]
+        load_recipe(path, ["model.memories=null", *added])
         for bad in ("-1", "1e301" if name.endswith("fraction") else "-1e-9"):
-            with pytest.raises(UserError):
-                load_recipe(RECIPES / "pkm/ablation.yaml", [f"{name}={bad}"])
+            with pytest.raises(UserError, match=re.escape(name)):
+                load_recipe(path, ["model.memories=null", *added, f"{name}={bad}"])
 
 
 def test_a_key_that_is_unknown_is_looked_for_in_its_own_tree() -> None:
     with pytest.raises(UserError, match=r"g.yaml:1:1: unknown key bits\Z") as caught:
         bind(parse("bits: 3", "g.yaml"), Train, "", {})
-    assert caught.value.hint.startswith("keys of a train: steps, batch_tokens, ")
+    assert caught.value.hint.startswith("keys of the file: steps, batch_tokens, ")
 
 
-DENSE = "model: {dim: 64, heads: 4, context: 32}\ntrain: {batch_tokens: 512}\n"
-MEMORY = DENSE.replace("32}", "32, memory: {kind: product-key, layers: 2, num_keys: 64}}")
-
-
-def unused(folder: Path, text: str, *overrides: str) -> list[str]:
-    (folder / "dense.yaml").write_text(DENSE)
-    (folder / "memory.yaml").write_text(MEMORY)
-    (folder / "asked.yaml").write_text(text)
-    asked = folder / "asked.yaml"
-    return unused_key_warnings(load_recipe(asked, overrides), asked, overrides)
-
-
-@pytest.mark.parametrize(
-    ("override", "cause"),
-    [
-        ("model.memory.num_keys=64", "model.memory.kind is none"),
-        ("optim.keys.lr_scale=0.1", "model.memory.kind is none"),
-        ("optim.values={lr: 1e-2}", "model.memory.kind is none"),
-        ("eval.recalibrate=4", "model.memory.kind is none"),
-        ("model.hash.bits=4", "model.projections is dense"),
-        ("optim.tables.clip=0", "model.projections is dense"),
-        ("model.rotary_fraction=0.5", "model.positions is learned"),
-        ("model.attention_options.rank=8", "model.attention is softmax"),
-        ("optim.final_lr=0", "optim.schedule is inverse-sqrt"),
-    ],
-)
-def test_a_key_that_does_nothing_is_told_with_what_makes_it_unused(tmp_path: Path, override: str, cause: str) -> None:
-    (told,) = unused(tmp_path, DENSE, override)
-    assert told.startswith(override.partition("=")[0])
-    assert told.endswith(f": without effect, as {cause}")
-
-
-def test_keys_that_have_an_effect_are_not_warned_of(tmp_path: Path) -> None:
-    assert unused(tmp_path, DENSE, "optim.lr=1e-2", "model.ffn_dim=128") == []
-    assert unused(tmp_path, DENSE, "optim.schedule=cosine", "optim.final_lr=0") == []
-    assert unused(tmp_path, MEMORY, "optim.values.schedule=cosine", "optim.final_lr=0") == []
-    assert unused(tmp_path, MEMORY, "optim.values.lr=1e-2", "model.memory.topk=8", "eval.recalibrate=2") == []
-    assert unused(tmp_path, DENSE, "model.projections=hash", "model.hash.bits=4", "optim.tables.clip=0") == []
-    (told,) = unused(tmp_path, MEMORY, "model.memory.query_norm=layer", "eval.recalibrate=2")
-    assert "eval.recalibrate: without effect, as model.memory.query_norm is layer" in told
-    everywhere = ("model.memory.layers=[1,2]", "model.layers=2", "model.memory.kind=product-key")
-    (told,) = unused(tmp_path, MEMORY, *everywhere, "model.ffn_dim=8", "model.activation=relu")
-    assert told == "model.ffn_dim, model.activation: without effect, as model.memory.layers is [1, 2]"
-    assert unused(tmp_path, MEMORY, "model.memory.layers=1+", "model.ffn_dim=8") == []
-    (told,) = unused(tmp_path, MEMORY, "optim.values.schedule=relative", "optim.values.lr=1e-2")
-    assert told == "optim.values.lr: without effect, as optim.values.schedule is relative"
-    assert unused(tmp_path, MEMORY, "optim.values.schedule=relative", "optim.values.times=[5, 1]") == []
-    (told,) = unused(tmp_path, MEMORY, "optim.values.times=[5, 1]", "optim.values.final_lr=0.5")
-    assert told == "optim.values.times, optim.values.final_lr: without effect, as optim.values.schedule is constant"
-    (told,) = unused(tmp_path, MEMORY, "train.only=values", "optim.lr=1e-2", "optim.values.lr=1e-2")
-    assert told == "optim.lr: without effect, as train.only is values"
-    relative = ("optim.values.schedule=relative", "train.only=values", "optim.lr=1e-2")
-    assert unused(tmp_path, MEMORY, *relative) == []
-    (told,) = unused(tmp_path, MEMORY, "train.only=values", "optim.final_lr=0.5")
-    assert told == "optim.final_lr: without effect, as optim.values.schedule is constant"
-    assert unused(tmp_path, MEMORY, *relative, "optim.schedule=cosine", "optim.final_lr=0.5") == []
-    (told,) = unused(tmp_path, MEMORY, "optim.values.optimizer=row-sgd", "optim.values.eps=1e-6")
-    assert told == "optim.values.eps: without effect, as optim.values.optimizer is row-sgd"
-    (told,) = unused(tmp_path, MEMORY, "finetune.slots=count", "finetune.top=8", "finetune.background=file")
-    assert told == "finetune.background: without effect, as finetune.slots is count"
-    (told,) = unused(tmp_path, MEMORY, "model.memory.expert=relu")
-    assert told == "model.memory.expert: without effect, as model.memory.kind is product-key"
-    assert unused(tmp_path, MEMORY, "model.memory.kind=peer", "model.memory.expert=relu") == []
-    (told,) = unused(tmp_path, MEMORY, "model.memory.layers=[2]", "model.memory.share_values=true")
-    assert told == "model.memory.share_values: without effect, as model.memory.layers is [2]"
-    assert unused(tmp_path, MEMORY, "model.memory.layers=[2, 3]", "model.memory.share_values=true") == []
-    (told,) = unused(tmp_path, DENSE, "eval.every=0", "eval.patience=2")
-    assert told == "eval.patience: without effect, as eval.every is 0"
-    (told,) = unused(tmp_path, DENSE, "model.projections=hash", "model.ffn_dim=128", "model.bias=false")
-    assert told == "model.ffn_dim, model.bias: without effect, as model.projections is hash"
-
-
-def test_to_train_the_values_of_a_random_model_is_warned_of(tmp_path: Path) -> None:
+def test_to_train_the_values_of_a_random_model_is_warned_of(recipe_file: Path) -> None:
     def told(*overrides: str) -> list[str]:
-        (tmp_path / "memory.yaml").write_text(MEMORY)
-        return random_weights_warning(load_recipe(tmp_path / "memory.yaml", overrides))
+        return random_weights_warning(load_recipe(recipe_file, overrides))
 
     assert told() == told("train.only=values", "train.init_from=run") == []
     assert "train.init_from" in told("train.only=values")[0]
@@ -545,32 +582,16 @@ def test_a_folder_with_the_name_of_a_recipe_is_no_base(tmp_path: Path) -> None:
     assert load_recipe(heir).model == load_recipe(RECIPES / "demo.yaml").model
 
 
-def test_groups_of_parameters_that_a_model_lacks_or_freezes_are_not_checked(recipe_file: Path) -> None:
-    for group in ("tables", "ngram"):
-        load_recipe(recipe_file, [f"optim.{group}.schedule=inverse-sqrt", f"optim.{group}.warmup_steps=0"])
-    dense = "model.memory.kind=none"
-    load_recipe(recipe_file, [dense, "optim.values.schedule=inverse-sqrt"])
-    load_recipe(recipe_file, [dense, "optim.values={schedule: relative, times: [0, 0]}"])
+def test_groups_of_parameters_that_a_model_freezes_are_not_checked(recipe_file: Path) -> None:
     load_recipe(recipe_file, ["train.only=values", "optim.warmup_steps=0"])
-    error_of(recipe_file, "train.only=values", "optim.values.schedule=inverse-sqrt")
+    error_of(recipe_file, "train.only=values", "model.memories.pkm.optim.schedule=inverse-sqrt")
 
 
-def test_a_memory_without_a_kind_is_warned_of(tmp_path: Path) -> None:
-    without = MEMORY.replace("kind: product-key, ", "")
-    told = ["model.memory.layers, model.memory.num_keys: without effect, as model.memory.kind is none"]
-    assert unused(tmp_path, without) == told
-    assert unused(tmp_path, without, "model.memory.kind=product-key") == []
-    assert unused(tmp_path, "base: dense.yaml\nmodel: {memory: {layers: 2, num_keys: 64}}\n") == told
-
-
-def test_a_memory_that_is_switched_off_is_meant(tmp_path: Path) -> None:
-    twin = "base: memory.yaml\nmodel: {memory: {kind: none}}\n"
-    assert unused(tmp_path, twin) == unused(tmp_path, MEMORY, "model.memory.kind=none") == []
-    assert unused(tmp_path, MEMORY, "model.memory.topk=8", "model.memory.kind=none") == []  # as grids have it
-    assert unused(tmp_path, dump_recipe(load_recipe(tmp_path / "dense.yaml"))) == []  # every key stands in such a file
-    assert len(unused(tmp_path, twin, "model.memory.topk=8")) == 1
-    assert len(unused(tmp_path, MEMORY, "model.memory.kind=none", "model.memory.topk=8")) == 1
-
-
-def test_no_recipe_of_the_repository_has_a_key_without_effect() -> None:
-    assert [told for path in RECIPE_FILES for told in unused_key_warnings(load_recipe(path), path)] == []
+def test_a_memory_learns_as_it_says_or_as_its_kind_or_as_the_rest(recipe_file: Path) -> None:
+    optim = Optim(lr=2e-3, betas=(0.5, 0.6), eps=1e-3, schedule="linear", warmup_steps=7, final_lr=0.3)
+    peaks = {kind: optim.filled(spec().table_optim).lr for kind, spec in SPECS.items()}
+    assert peaks == {"product-key": 1e-3, "flat-key": 1e-3, "peer": 1e-3, "hash": 6e-3, "ngram": 1e-2}
+    recipe = load_recipe(recipe_file, ["model.memories.pkm.optim={lr_scale: 4, schedule: null, warmup_steps: null}"])
+    found = optim.filled(recipe.model.memories["pkm"].table_optim)
+    assert (found.lr, found.betas, found.eps) == (8e-3, (0.9, 0.999), 1e-3)
+    assert (found.schedule, found.warmup_steps, found.final_lr) == ("linear", 7, 0.3)

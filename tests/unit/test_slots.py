@@ -32,9 +32,9 @@ from pkmlm.measure.slots import (
     page_slots,
     report_prompt,
     slot_details,
-    slot_name,
     slot_number,
 )
+from pkmlm.memory.address import Addresses
 from pkmlm.memory.base import Tap, UsageTap, memories
 from pkmlm.train.step import TrainState
 from tests.conftest import after_step, given, pkmlm
@@ -54,7 +54,7 @@ def documents(run: LoadedRun):
 @pytest.mark.parametrize("contexts", [1, 3, 50])
 def test_the_kept_positions_are_those_of_a_full_sort(contexts: int) -> None:
     random = torch.Generator().manual_seed(0)
-    tap = UsageTap(1, "memory", "product-key", 12, 2)
+    tap = UsageTap(1, "pkm", "flat-key", Addresses(12), 2)
     reads, position = defaultdict(lambda: defaultdict(float)), 0
     tops = TopContexts(tap, torch.device("cpu"), contexts)
     with ReadListener([(tap, tops.add)]):
@@ -142,7 +142,7 @@ def test_the_lens_ranks_tokens_as_a_large_value_does(run: LoadedRun) -> None:
     lens = LogitLens(run.model, memories(run.model)[0], run.tokenizer.size, run.tokenizer.piece)
     slots = [0, 7, 255]
     for slot, (raises, lowers) in zip(slots, lens.words(slots, 3), strict=True):
-        value_D = run.model.blocks[1].parts["memory"].values.weight_KD[slot].detach()
+        value_D = run.model.blocks[1].parts["memory_pkm"].values.weight_KD[slot].detach()
         norm_D, rows_VD = run.model.norm.weight.detach(), run.model.embedding.weight.detach()
         centred_D = value_D - value_D.mean()
         logits = {
@@ -163,7 +163,7 @@ def test_rows_that_do_not_reach_the_stream_say_nothing(trained) -> None:
     assert found == [False, False, True]
     index = index_slots(hashed, documents(hashed))[0]
     ((slot,),) = slot_details(hashed, [index], [[17]], documents(hashed))
-    assert (slot.raises, slot.address, slot.name) == (None, {"table": 2, "bucket": 1}, "2:1")
+    assert (slot.raises, slot.address, slot.name) == (None, {"table": 2, "row": 1}, "2:1")
     assert slot.reads == index.usage.counts_HK[1, 1]
 
 
@@ -192,24 +192,25 @@ def test_a_prompt_gives_the_strongest_slots_of_each_token(run: LoadedRun) -> Non
 def test_find_memory_by_layer_and_name(trained) -> None:
     hashed = load_run(trained("hash"), "latest").model
     all_of_them = memories(hashed)
-    found = [find_memory(hashed, name) for name in (None, "1", "1:qkv", "2:ffn1")]
-    assert [all_of_them.index(memory) for memory in found] == [5, 2, 0, 4]
-    with pytest.raises(UserError, match="expected 1:qkv, 1:ffn1"):
-        find_memory(hashed, "3")
+    names = (None, "1", "1:qkv", "2:ffn1", "1:tables:ffn2", "tables", "tables:qkv")
+    assert [all_of_them.index(find_memory(hashed, name)) for name in names] == [5, 2, 0, 4, 2, 5, 3]
+    for wrong in ("3", "3:qkv", "1:ffn3", "other", "", "1:"):
+        with pytest.raises(UserError, match="expected 1:tables:qkv, 1:tables:ffn1"):
+            find_memory(hashed, wrong)
     with pytest.raises(UserError, match="no memory"):
         find_memory(nn.Linear(1, 1), None)
 
 
 def test_slot_names_go_there_and_back() -> None:
-    tables = UsageTap(1, "qkv", "hash", 32, 4, shared=False)
-    for tap in (UsageTap(1, "memory", "product-key", 64, 4), UsageTap(1, "memory", "flat-key", 10, 2), tables):
-        slots = tap.slots
+    tables = Addresses(32, 8, tables=True)
+    for addresses in (Addresses(64, 8), Addresses(10), tables):
+        slots = addresses.slots
         for slot in range(slots):
-            assert slot_number(slot_name(slot, tap), tap) == slot
-            assert slot_number(str(slot), tap) == slot
+            assert slot_number(addresses.name(slot), addresses) == slot
+            assert slot_number(str(slot), addresses) == slot
         for wrong in ("-1", str(slots), "1:99", "99:1", "", "1:2:3", "9" * 5000):
             with pytest.raises(UserError, match="--slot"):
-                slot_number(wrong, tap)
+                slot_number(wrong, addresses)
     with pytest.raises(UserError, match="4:7"):
         slot_number("0:3", tables)
 

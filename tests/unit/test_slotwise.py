@@ -104,12 +104,15 @@ def background_of(trained, tmp_path_factory):
 
 
 def finetuning(recipe, **values):
-    """A recipe that trains five slots of a step, and values only."""
+    """A recipe that trains five slots of a step, and tables only."""
+    memories = {
+        name: replace(memory, optim=replace(memory.optim, **values)) for name, memory in recipe.model.memories.items()
+    }
     return replace(
         recipe,
         train=replace(recipe.train, only="values"),
         finetune=replace(recipe.finetune, slots="tfidf", top=5, background="given"),
-        optim=replace(recipe.optim, values=replace(recipe.optim.values, **values)),
+        model=replace(recipe.model, memories=memories),
     )
 
 
@@ -127,7 +130,7 @@ def test_a_step_moves_the_chosen_rows_and_nothing_else(kind, optimizer, trained,
     state = state_of(run, recipe, background_of(kind))
     background = Background.read(background_of(kind))
     tables = {path.removesuffix(".weight_KD"): table for path, table in tables_of(state.model).items()}
-    assert [group.name for group in state.param_groups] == ["values"]
+    assert [group.name for group in state.param_groups] == list(recipe.model.memories)
     counts, take = {}, state.slot_choice.counters.take
 
     def noting():
@@ -215,7 +218,9 @@ def test_row_sgd_is_plain_gradient_descent(trained, background_of):
         sgd.zero_grad()
     (own,) = tables_of(state.model).values()
     torch.testing.assert_close(own.weight_KD, table.weight_KD, rtol=1e-4, atol=1e-6)
-    assert not torch.equal(own.weight_KD, load_run(run).model.state_dict()["blocks.1.parts.memory.values.weight_KD"])
+    assert not torch.equal(
+        own.weight_KD, load_run(run).model.state_dict()["blocks.1.parts.memory_pkm.values.weight_KD"]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -239,7 +244,9 @@ def test_a_background_counts_the_batches_that_read_a_slot(kind, trained, tmp_pat
             batches[-1] += [read[-len(window.targets) :].flatten() for read in slots]
             slots.clear()
             left -= len(window.targets)
-    counts = [torch.bincount(torch.cat(batch), minlength=run.recipe.model.memory.slots) for batch in batches]
+    (memory,) = run.recipe.model.memories.values()
+    slot_count = memory.num_keys**2
+    counts = [torch.bincount(torch.cat(batch), minlength=slot_count) for batch in batches]
     assert background.batches == len(batches) > 20
     assert len(background.reads) == (2 if kind == "peer" else 1)
     for path in background.reads:
@@ -285,20 +292,25 @@ def test_a_file_that_is_no_background_is_refused(trained, background_of, tmp_pat
         ("torn.npz", 1, "damaged"),
         ("other.npz", 2, "is not a background"),
         ("none.npz", 1, "missing"),
-        (background_of("flat-key"), 2, "has 64 slots of blocks.1.parts.memory.values (expected 256)"),
-        (background_of("memory-plus"), 2, "has 0 slots of blocks.1.parts.memory.values"),
+        (background_of("memory-plus"), 2, "has 0 slots of blocks.1.parts.memory_pkm.values (expected 256)"),
     ):
         done = pkmlm(*words, *given(f"finetune.background={tmp_path / file}"), code=code)
         assert told in done.stderr
         assert "finetune.background" in done.stderr
+    smaller = given("model.memories.pkm.num_keys=8", f"finetune.background={background_of('product-key')}")
+    told = pkmlm(*words, *smaller, code=2).stderr
+    assert "has 256 slots of blocks.1.parts.memory_pkm.values (expected 64)" in told
 
 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (["model.memory.kind=none", "train.only=values"], "train.only: found values in a model without a memory"),
+        (["model.memories=null", "train.only=values"], "train.only: found values in a model without a memory"),
         (["finetune.slots=tfidf"], "finetune.background: tfidf compares with a background"),
-        (["finetune.slots=count", "optim.values.optimizer=adam"], "optim.values.optimizer: adam moves every slot"),
+        (
+            ["finetune.slots=count", "model.memories.pkm.optim.optimizer=adam"],
+            "model.memories.pkm.optim.optimizer: adam moves every row",
+        ),
         (["train.only=values", "eval.recalibrate=2"], "eval.recalibrate: found 2"),
     ],
 )
@@ -311,7 +323,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(trained, background_of, tmp_p
     start, file, moved = trained("product-key"), tmp_path / "background.npz", tmp_path / "moved.npz"
     shutil.copy(background_of("product-key"), file)
     keys = [f"train.init_from={start}", "train.only=values", "finetune.slots=tfidf", "finetune.top=9", "train.steps=8"]
-    keys += ["checkpoint.every=4", "optim.values.lr=1e-2"]
+    keys += ["checkpoint.every=4", "model.memories.pkm.optim.lr=1e-2"]
 
     def train(name: str, background: Path, code: int = 0):
         words = ["train", start / "recipe.yaml", "-o", tmp_path / name, "-q"]
@@ -344,4 +356,4 @@ def test_a_background_of_another_checkpoint_is_warned_of(trained, background_of,
         keys = f"train.init_from={start}", "train.only=values", "finetune.slots=kl", f"finetune.background={file}"
         told = pkmlm("train", start / "recipe.yaml", "--dry-run", *given(*keys))
         assert ("another checkpoint than that of finetune.background" in told.stderr) == warned
-        assert "trains       values of the memory alone, of each table the first 500 slots" in told.stdout
+        assert "trains       tables of the memories alone, of each table the first 500 slots" in told.stdout

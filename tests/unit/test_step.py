@@ -24,6 +24,13 @@ def recipe(tmp_path: Path, write_recipe) -> Recipe:
     return load_recipe(write_recipe(tmp_path, "product-key"))
 
 
+def with_pkm(recipe: Recipe, norm: str = "batch", **learns) -> Recipe:
+    """The recipe with another query norm, or another way in which the values learn."""
+    pkm = recipe.model.memories["pkm"]
+    pkm = replace(pkm, query_norm=norm, optim=replace(pkm.optim, **learns))
+    return replace(recipe, model=replace(recipe.model, memories={"pkm": pkm}))
+
+
 def state_of(recipe: Recipe, precision: str = "fp32") -> TrainState:
     corpus = Corpus(recipe.data.dir, "train")
     return TrainState(recipe, build_model(recipe, corpus.vocab_size), Batches.of(corpus, recipe), precision)
@@ -35,13 +42,8 @@ def weights(state: TrainState) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("norm", "optimizer"), [("layer", "row-adam"), ("none", "adam")])
 def test_accumulation_does_not_change_a_step(recipe, norm, optimizer):
-    memory = replace(recipe.model.memory, query_norm=norm)  # a batch norm sees micro-batches, by its nature
-    values = replace(recipe.optim.values, optimizer=optimizer, clip=0.01)
-    recipe = replace(
-        recipe,
-        model=replace(recipe.model, memory=memory),
-        optim=replace(recipe.optim, values=values, clip=0.1),
-    )
+    recipe = with_pkm(recipe, norm, optimizer=optimizer, clip=0.01)  # a batch norm sees micro-batches, by its nature
+    recipe = replace(recipe, optim=replace(recipe.optim, clip=0.1))
     results = {}
     for size in (8, 2):
         state = state_of(replace(recipe, train=replace(recipe.train, micro_batch=size)))
@@ -57,7 +59,7 @@ def test_accumulation_does_not_change_a_step(recipe, norm, optimizer):
 def test_batch_norm_counts_each_forward_once_and_weighs_a_step_the_same(recipe):
     for size in (8, 2):
         state = state_of(replace(recipe, train=replace(recipe.train, micro_batch=size)))
-        norm = state.model.blocks[1].parts["memory"].query.norm
+        norm = state.model.blocks[1].parts["memory_pkm"].query.norm
         queries, mean = [], norm.running_mean.clone()
         norm.register_forward_hook(lambda _, inputs, out, queries=queries: queries.append(inputs[0]))
         train_step(state, 1)
@@ -76,17 +78,16 @@ def test_half_precision_has_the_norms_of_fp32(recipe):
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adam"), ("bf16", "row-adam"), ("fp16", "adam")])
 def test_every_precision_and_optimizer_learns(recipe, precision, optimizer):
-    recipe = replace(recipe, optim=replace(recipe.optim, values=replace(recipe.optim.values, optimizer=optimizer)))
-    state = state_of(recipe, precision)
+    state = state_of(with_pkm(recipe, optimizer=optimizer), precision)
     losses = [train_step(state, step).loss for step in range(1, 16)]
     assert losses[0] == pytest.approx(math.log(state.model.embedding.num_embeddings), abs=1), "nats of a token"
     assert losses[-1] < losses[0] - 0.3
     assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in state.model.state_dict().values())
 
 
-@pytest.mark.parametrize("group", [0, 1])
-def test_an_overflow_in_one_group_skips_all(recipe, group):
-    state = state_of(recipe, "fp16")
+@pytest.mark.parametrize("group", range(4))
+def test_an_overflow_in_one_group_skips_all(tmp_path, write_recipe, group):
+    state = state_of(load_recipe(write_recipe(tmp_path, "mixed")), "fp16")
     train_step(state, 1)
     before, scale = weights(state), state.loss_scale.scale
 
@@ -95,14 +96,13 @@ def test_an_overflow_in_one_group_skips_all(recipe, group):
         bad[0] = float("inf")
         return bad
 
-    if state.param_groups[group].row_gradients:
-        (gradient,) = state.param_groups[group].row_gradients
-        gradient.add = lambda x, *reads: RowGradient.add(gradient, overflow(x), *reads)
+    if gradients := state.param_groups[group].row_gradients:
+        gradients[0].add = lambda x, *reads: RowGradient.add(gradients[0], overflow(x), *reads)
     else:
         hook = next(iter(state.param_groups[group].parameters.values())).register_hook(overflow)
     result = train_step(state, 2)
-    if state.param_groups[group].row_gradients:
-        del gradient.add
+    if gradients:
+        del gradients[0].add
     else:
         hook.remove()
     assert result.skipped
@@ -132,7 +132,7 @@ def test_a_loss_that_is_not_finite_ends_training_before_the_update(recipe, preci
     with torch.no_grad():
         state.model.norm.bias[0] = float("nan")
     before = weights(state)
-    with pytest.raises(UserError, match="diverged at step 1: loss nan, gradient norm of dense and values") as caught:
+    with pytest.raises(UserError, match="diverged at step 1: loss nan, gradient norm of dense and pkm") as caught:
         train_step(state, 1)
     assert caught.value.exit_code == 3
     for name, parameter in state.model.named_parameters():
@@ -142,8 +142,8 @@ def test_a_loss_that_is_not_finite_ends_training_before_the_update(recipe, preci
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "row-adam"), ("fp16", "adam")])
 def test_what_moves_is_the_clipped_gradient(recipe, precision, optimizer):
     """After one step the first moments are a tenth of it."""
-    values = replace(recipe.optim.values, clip=1e-5, optimizer=optimizer, betas=(0.9, 0.999))
-    optim = replace(recipe.optim, clip=1e-4, values=values, betas=(0.9, 0.98))
+    recipe = with_pkm(recipe, clip=1e-5, optimizer=optimizer, betas=(0.9, 0.999))
+    optim = replace(recipe.optim, clip=1e-4, betas=(0.9, 0.98))
     state = state_of(replace(recipe, optim=optim), precision)
     norms = train_step(state, 1).norms
     for group in state.param_groups:
@@ -153,7 +153,8 @@ def test_what_moves_is_the_clipped_gradient(recipe, precision, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision"), [("product-key", "fp16"), ("memory-plus", "bf16"), ("peer", "fp32"), ("hash", "fp32")]
+    ("kind", "precision"),
+    [("product-key", "fp16"), ("memory-plus", "bf16"), ("peer", "fp32"), ("hash", "fp32"), ("mixed", "fp16")],
 )
 def test_recomputing_activations_changes_no_bit_and_counts_no_forward_twice(tmp_path, write_recipe, kind, precision):
     recipe = load_recipe(write_recipe(tmp_path, kind), ["model.dropout=0.1"])
@@ -176,7 +177,7 @@ def test_recalibration_takes_the_statistics_of_the_last_weights(recipe):
     for each in (state, twin):
         for step in (1, 2, 3):
             train_step(each, step)
-    norm, queries = state.model.blocks[1].parts["memory"].query.norm, []
+    norm, queries = state.model.blocks[1].parts["memory_pkm"].query.norm, []
     norm.register_forward_hook(lambda _, inputs, out: queries.append(inputs[0]))
     before = weights(state)
     recalibrate(state, 3)
@@ -187,7 +188,7 @@ def test_recalibration_takes_the_statistics_of_the_last_weights(recipe):
     assert {name.rpartition(".")[2] for name in changed} == {"running_mean", "running_var"}
     recalibrate(state, 1)
     assert len(queries) == 3 + state.recipe.micro_batches(1), "no step that has not been trained on"
-    assert norm.momentum == twin.model.blocks[1].parts["memory"].query.norm.momentum
+    assert norm.momentum == twin.model.blocks[1].parts["memory_pkm"].query.norm.momentum
     assert train_step(state, 4).loss == train_step(twin, 4).loss
 
 

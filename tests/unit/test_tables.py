@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 
 from pkmlm.console import Column, Format, Table, number
-from pkmlm.report.tables import table_label
+from pkmlm.memory.address import entry_of
+from pkmlm.report.tables import background_table
 
 COLUMNS = [
     Column("Run"),
@@ -156,14 +157,14 @@ def test_no_rows_and_wrong_rows(format: str) -> None:
         Table("", COLUMNS, [["too", "short"]]).render(format if format != "csv" else "md")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("path", "label"),
-    [
-        ("blocks.2.parts.memory.values", "3 memory"),
-        ("blocks.0.ngram.values", "1 ngram"),
-        ("blocks.10.parts.memory.downs", "11 memory downs"),
-        ("pool.values", "pool.values"),
-    ],
-)
-def test_a_table_is_called_by_its_layer(path, label):
-    assert table_label(path) == label
+def test_a_table_is_called_by_its_memory() -> None:
+    facts = {"slots": 4, "read": 2, "every_batch": 1, "mean_batches": 0.5}
+    tables = [
+        {"table": "blocks.2.parts.memory_pkm.values", **entry_of("pkm", 3, "product-key"), **facts},
+        {"table": "blocks.0.attention.qkv.values", **entry_of("tables", 1, "hash", "qkv"), **facts},
+        {"table": "blocks.9.parts.memory_experts.inputs", **entry_of("experts", 10, "peer"), **facts},
+        {"table": "pools.memory_plus.values", **entry_of("plus", None, "product-key"), **facts},
+    ]
+    record = {"batches": 2, "batch_tokens": 9, "run": "r", "step": 1, "split": "train", "tables": tables}
+    labels = [row[0] for row in background_table(record).rows]
+    assert labels == ["3 pkm", "1 tables qkv", "10 experts inputs", "plus"]

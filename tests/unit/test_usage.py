@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,24 @@ from pkmlm.measure import counters as counting
 from pkmlm.measure import usage as numbers
 from pkmlm.measure.counters import UsageCounters
 from pkmlm.measure.usage import MemoryUsage, measures, reads_of_a_slot, uniform_reading
+from pkmlm.memory.address import Addresses
 from pkmlm.memory.base import UsageTap
+from pkmlm.report.metrics import METRICS
 from pkmlm.report.tables import usage_tables
 from pkmlm.report.usage_report import load_usage, save_usage
+
+TABLES = Addresses(8, 4, tables=True)
+
+
+def tap_of(slots: int, heads: int, layer: int = 1, kind: str = "product-key", **options: Any) -> UsageTap:
+    """The tap of a memory whose heads read the same slots."""
+    return UsageTap(layer, options.pop("name", "pkm"), kind, Addresses(slots), heads, **options)
+
+
+def tables_of(slots: int, tables: int, part: str, layer: int = 1) -> UsageTap:
+    """The tap of hash tables."""
+    addresses = Addresses(slots, slots // tables, tables=True)
+    return UsageTap(layer, "tables", "hash", addresses, tables, part=part, shared=False)
 
 
 def test_measures_by_hand() -> None:
@@ -132,7 +148,8 @@ def test_uniform_mass_is_what_sampling_gives(kind: str, slots: int, topk: int) -
         else:
             weights_NHk *= np.array([[1], [3]])
             slots_NHk += np.array([[0], [slots]])
-        tap = UsageTap(1, "memory", kind, slots if shared else 2 * slots, 2, shared=shared)
+        addresses = Addresses(slots) if shared else Addresses(2 * slots, slots, tables=True)
+        tap = UsageTap(1, "memory", kind, addresses, 2, shared=shared)
         with UsageCounters(model := Reader(tap)) as counters:
             model((torch.from_numpy(slots_NHk), torch.from_numpy(weights_NHk)))
         entry = counters.memories()[0].as_json()
@@ -146,7 +163,7 @@ def test_uniform_mass_is_what_sampling_gives(kind: str, slots: int, topk: int) -
 
 
 def test_an_overlap_that_was_not_counted_is_not_known() -> None:
-    tap = UsageTap(1, "memory", "product-key", 8, 2)
+    tap = tap_of(8, 2)
     for overlap, expected in ((True, 0.5), (False, None)):
         with UsageCounters(model := Reader(tap), overlap=overlap) as counters:
             model((torch.tensor([[[0, 1], [1, 2]]]), torch.full((1, 2, 2), 0.5)))
@@ -184,7 +201,7 @@ def draw(tokens: int, heads: int, topk: int, slots: int, seed: int) -> tuple[Ten
 def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "COMPARISONS", {"cpu": 40})  # several chunks of tokens, the last not full
     heads, topk, slots = 3, 4, 20
-    model = Reader(UsageTap(5, "memory", "product-key", slots, heads))
+    model = Reader(tap_of(slots, heads, layer=5))
     counts: Counter[tuple[int, int]] = Counter()
     masses: Counter[tuple[int, int]] = Counter()
     squares, common, tokens = [0.0] * heads, np.zeros((heads, heads), dtype=int), 0
@@ -238,8 +255,9 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
         "kl": pytest.approx(np.mean(of_heads)),
     }
     assert found.as_event() == {
+        "memory": "pkm",
         "layer": 5,
-        "name": "memory",
+        "kind": "product-key",
         "usage": entry["mass"]["usage"],
         "kl": entry["mass"]["kl"],
         "uniform": entry["uniform_mass"],
@@ -250,7 +268,7 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_count_by_their_size_and_a_head_of_zeros_for_nothing() -> None:
     """Where scores are weights, they have signs; where relu makes them, all may be 0."""
-    model = Reader(UsageTap(1, "memory", "product-key", 4, 2))
+    model = Reader(tap_of(4, 2))
     weights_1Hk = torch.tensor([[[-3.0, 1.0], [0.0, 0.0]]])
     with UsageCounters(model) as counters:
         model((torch.tensor([[[0, 1], [2, 3]]]), weights_1Hk))
@@ -265,8 +283,8 @@ def test_weights_count_by_their_size_and_a_head_of_zeros_for_nothing() -> None:
 def test_random_reads_without_weight_use_no_slot_by_mass() -> None:
     """Of reads at random slots of which relu leaves one in six a weight, usage by mass is that of the floor."""
     random = torch.Generator().manual_seed(0)
-    taps = [UsageTap(layer, "memory", "product-key", 4096, 2, pool=(1, 2)) for layer in (1, 2)]
-    tables = UsageTap(3, "qkv", "hash", 4096, 2, shared=False)
+    taps = [tap_of(4096, 2, layer=layer, pool=(1, 2)) for layer in (1, 2)]
+    tables = tables_of(4096, 2, "qkv", layer=3)
     model = Reader(*taps, tables)
     drawn = [torch.rand(2048, 4096, generator=random).topk(8).indices.view(1024, 2, 8) for _ in taps]
     buckets = torch.randint(2048, (1024, 2, 1), generator=random) + torch.tensor([[0], [2048]])
@@ -281,8 +299,8 @@ def test_random_reads_without_weight_use_no_slot_by_mass() -> None:
 
 
 def test_a_shared_table_is_one_memory_more() -> None:
-    taps = [UsageTap(layer, "memory", "product-key", 4, 2, pool=(2, 5)) for layer in (2, 5)]
-    model = Reader(UsageTap(1, "qkv", "hash", 4, 2, shared=False), *taps)
+    taps = [tap_of(4, 2, layer=layer, pool=(2, 5)) for layer in (2, 5)]
+    model = Reader(tables_of(4, 2, "qkv"), *taps)
     of_hash = torch.tensor([[[0], [2]]]), torch.ones(1, 2, 1)
     reads = [
         (torch.tensor([[[0, 1], [1, 0]]]), torch.tensor([[[0.5, 0.5], [0.25, 0.75]]])),  # slots 0, 1: 1.25, 0.75
@@ -292,10 +310,10 @@ def test_a_shared_table_is_one_memory_more() -> None:
         model(of_hash, *reads)
     hashed, *layers, pool = counters.memories()
     assert [memory.label for memory in (hashed, *layers, pool)] == [
-        "layer 1 qkv",
-        "layer 2 memory",
-        "layer 5 memory",
-        "pool",
+        "layer 1 tables qkv",
+        "layer 2 pkm",
+        "layer 5 pkm",
+        "pkm",
     ]
     assert pool.counts_S.tolist() == [2, 4, 2, 0]
     assert pool.masses_S.tolist() == [1.25, 2.25, 0.5, 0]
@@ -313,27 +331,42 @@ def test_a_shared_table_is_one_memory_more() -> None:
     assert hashed.as_json()["effective"] is None, "each look-up reads one row"
     with UsageCounters(model, taps[:1]) as some:
         model(of_hash, *reads)
-    assert [memory.name for memory in some.memories()] == ["memory"], "half of a pool is none"
+    assert [memory.label for memory in some.memories()] == ["layer 2 pkm"], "half of a pool is none"
     tables = usage_tables(
         [{"run": "r", "step": 1, "split": "test", "memories": [m.as_json() for m in (*layers, pool)]}]
     )
-    assert [row[0] for row in tables[1].rows] == ["2 memory", "5 memory", "pool"]
+    assert [row[0] for row in tables[1].rows] == ["2 pkm", "5 pkm", "pkm"]
+
+
+def test_each_memory_has_a_pool_of_its_own() -> None:
+    places = {"one": (1, 3), "two": (2, 3)}
+    taps = [tap_of(4, 1, layer=layer, name=name, pool=pool) for name, pool in places.items() for layer in pool]
+    model = Reader(*sorted(taps, key=lambda tap: tap.layer))
+    with UsageCounters(model) as counters:
+        model(*((torch.tensor([[[tap.layer]]]), torch.full((1, 1, 1), 1.0 * tap.layer)) for tap in model.taps))
+    *layers, one, two = counters.memories()
+    assert [memory.label for memory in layers] == ["layer 1 one", "layer 2 two", "layer 3 one", "layer 3 two"]
+    assert [(memory.label, memory.pool) for memory in (one, two)] == [("one", (1, 3)), ("two", (2, 3))]
+    assert (one.masses_S.tolist(), two.masses_S.tolist()) == ([0, 1, 0, 3], [0, 0, 2, 3])
+    entries = [memory.as_json() for memory in counters.memories()]
+    assert METRICS["usage"].read({"usage": entries}) == 0.5, "over tables: layers that share one count once"
+    assert [entry["layer"] for entry in entries if "layers" in entry] == [None, None]
 
 
 def test_a_shared_table_is_no_memory_more_where_a_layer_has_no_mass() -> None:
-    model = Reader(*(UsageTap(layer, "memory", "product-key", 4, 2, pool=(2, 5)) for layer in (2, 5)))
+    model = Reader(*(tap_of(4, 2, layer=layer, pool=(2, 5)) for layer in (2, 5)))
     slots_1Hk = torch.tensor([[[0, 1], [1, 0]]])
     with UsageCounters(model) as counters:
         model((slots_1Hk, torch.full((1, 2, 2), 0.5)), (slots_1Hk, torch.zeros(1, 2, 2)))
     entries = [memory.as_json() for memory in counters.memories()]
     assert entries[-1]["layer_overlap"] is None
     texts, *others = usage_tables([{"run": "r", "step": 1, "split": "test", "memories": entries}])
-    assert texts.rows[0][-1] == 2
+    assert texts.rows[0][-1] == 1
     assert ["2, 5", None] in [row for table in others for row in table.rows]
 
 
 def test_counters_of_hash_tables() -> None:
-    model = Reader(UsageTap(1, "qkv", "hash", 12, 3, shared=False))
+    model = Reader(tables_of(12, 3, "qkv"))
     rows_N31 = torch.tensor([[0, 4, 8], [0, 5, 11], [0, 7, 11]])[..., None]
     with UsageCounters(model) as counters:
         model((rows_N31, torch.full((3, 3, 1), 0.25)))
@@ -350,7 +383,7 @@ def test_counters_of_hash_tables() -> None:
 
 
 def test_counters_stay_exact_where_single_precision_saturates() -> None:
-    model = Reader(UsageTap(1, "ffn1", "hash", 2, 1, shared=False))
+    model = Reader(tables_of(2, 1, "ffn1"))
     reads = torch.zeros(1 << 22, 1, 1, dtype=torch.int64), torch.ones(1 << 22, 1, 1)
     with UsageCounters(model) as counters:
         for _ in range(4):
@@ -361,7 +394,7 @@ def test_counters_stay_exact_where_single_precision_saturates() -> None:
 
 
 def test_a_read_of_no_weight_is_a_read() -> None:
-    model = Reader(UsageTap(1, "memory", "flat-key", 4, 1))
+    model = Reader(tap_of(4, 1, kind="flat-key"))
     with UsageCounters(model) as counters:
         model((torch.tensor([[[1, 2]]]), torch.tensor([[[1.0, 0.0]]])))
     entry = counters.memories()[0].as_json()
@@ -371,13 +404,13 @@ def test_a_read_of_no_weight_is_a_read() -> None:
 
 
 def test_reads_without_any_weight_are_told() -> None:
-    usage = MemoryUsage(1, "ffn2", "hash", 3, np.full((2, 4), 3), np.zeros((2, 4)), np.zeros(2), None)
+    usage = MemoryUsage("tables", 1, "hash", TABLES, 3, np.full((2, 4), 3), np.zeros((2, 4)), np.zeros(2), None)
     entry = {"run": "r", "step": 1, "split": "test", "memories": [usage.as_json()]}
     assert "0.0%" in "".join(table.render() for table in usage_tables([entry]))
 
 
 def test_counting_ends_with_the_block_and_models_share_nothing() -> None:
-    one, two = (Reader(UsageTap(1, "memory", "product-key", 4, 1)) for _ in range(2))
+    one, two = (Reader(tap_of(4, 1)) for _ in range(2))
     reads = torch.tensor([[[1, 2]]]), torch.tensor([[[0.5, 0.5]]])
     with UsageCounters(one) as first, UsageCounters(two) as second:
         one(reads)
@@ -391,7 +424,7 @@ def test_counting_ends_with_the_block_and_models_share_nothing() -> None:
 
 def test_threads_say_which_positions_of_their_own_calls_count() -> None:
     """All read one slot at the positions that they choose, and another one elsewhere."""
-    threads, times, model = 4, 50, Reader(UsageTap(1, "memory", "product-key", 8, 1))
+    threads, times, model = 4, 50, Reader(tap_of(8, 1))
     mask_N, inside, together = torch.arange(16) % 2 > 0, list[int](), list[int]()
 
     def call(thread: int) -> None:
@@ -416,7 +449,7 @@ def test_threads_say_which_positions_of_their_own_calls_count() -> None:
 
 
 def test_a_thread_whose_positions_nobody_chose_is_refused() -> None:
-    model = Reader(UsageTap(1, "memory", "product-key", 4, 1))
+    model = Reader(tap_of(4, 1))
     reads = torch.zeros(2, 1, 1).long(), torch.ones(2, 1, 1)
     with UsageCounters(model) as counters, ThreadPoolExecutor(1) as pool:
         pool.submit(model, reads).result()
@@ -428,14 +461,14 @@ def test_a_thread_whose_positions_nobody_chose_is_refused() -> None:
 
 
 def test_a_copy_of_a_model_is_not_listened_to() -> None:
-    model = Reader(UsageTap(1, "memory", "product-key", 4, 1))
+    model = Reader(tap_of(4, 1))
     with UsageCounters(model) as counters:
         copy.deepcopy(model)((torch.zeros(2, 1, 1).long(), torch.ones(2, 1, 1)))
     assert counters.memories()[0].tokens == 0
 
 
 def test_weights_that_are_not_finite_are_an_error() -> None:
-    model = Reader(UsageTap(3, "memory", "product-key", 4, 1))
+    model = Reader(tap_of(4, 1, layer=3))
     with UsageCounters(model) as counters:
         model((torch.tensor([[[1, 2]]]), torch.tensor([[[0.5, float("nan")]]])))
     with pytest.raises(UserError, match="layer 3"):
@@ -443,21 +476,12 @@ def test_weights_that_are_not_finite_are_an_error() -> None:
 
 
 def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
-    common = np.array([[6, 1], [1, 6]])
+    counts, common, masses = np.arange(8).reshape(2, 4), np.array([[6, 1], [1, 6]]), (np.ones((2, 4)), np.ones(2))
     memories = [
-        MemoryUsage(2, "memory", "product-key", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)) / 3, np.ones(2), common),
-        MemoryUsage(1, "qkv", "hash", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)), np.ones(2), None),
+        MemoryUsage("a", 2, "product-key", Addresses(4, 2), 3, counts, np.ones((2, 4)) / 3, np.ones(2), common),
+        MemoryUsage("b", 1, "hash", TABLES, 3, counts, np.ones((2, 4)), np.ones(2), None, part="qkv"),
         MemoryUsage(
-            0,
-            "pool",
-            "product-key",
-            3,
-            np.arange(8).reshape(2, 4),
-            np.ones((2, 4)),
-            np.ones(2),
-            None,
-            np.array([1.5, 0.5, 2]),
-            pool=(1, 2),
+            "c", None, "flat-key", Addresses(4), 3, counts, *masses, None, np.array([1.5, 0.5, 2]), pool=(1, 2)
         ),
     ]
     entry = {"run": "r", "step": 5, "checkpoint": "a", "split": "test", "source": {"sha256": "b"}, "warnings": []}
@@ -470,6 +494,7 @@ def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
     assert loaded[0] == entry
     for memory, kept in zip(memories, loaded[1], strict=True):
         assert kept.as_json() == memory.as_json()
+        assert (kept.label, kept.addresses) == (memory.label, memory.addresses)
         assert (kept.counts_HK == memory.counts_HK).all()
         assert kept.counts_HK.dtype == np.int64
     assert load_usage(stem, "c", entry["source"]) is None, "measured on another checkpoint"

@@ -1,0 +1,1 @@
+"""Flat keys: every slot has a key of its own."""

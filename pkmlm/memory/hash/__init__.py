@@ -1,0 +1,1 @@
+"""Hash tables in place of linear maps (MemoryFormer)."""

@@ -1,0 +1,1 @@
+"""N-gram tables: rows found by a hash of the last tokens (Engram)."""

@@ -71,6 +71,8 @@ class NGramMemory(SparseMemory):
         name: str = "ngrams",
     ):
         super().__init__()
+        if dim < 1:
+            raise ValueError(f"dim: found {dim} (expected 1 or more)")
         self.spec: NGramSpec
         spec = self.spec = NGramSpec(
             orders=orders, heads=heads, rows=rows, row_dim=row_dim, fusion=fusion, conv=conv, canonical=canonical
@@ -93,6 +95,10 @@ class NGramMemory(SparseMemory):
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {"multipliers_HG": Multipliers(self.orders)}
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return super().left_out if self.conv is None else (*super().left_out, "convolution")
 
     def answer(self, slots_S: Tensor) -> Tensor:
         """What each row adds to the value, without the convolution; with "add", the row times the factor."""

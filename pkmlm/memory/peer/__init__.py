@@ -1,0 +1,1 @@
+"""PEER: experts of one neuron, found by product keys."""

@@ -52,6 +52,10 @@ class PEER(ProductKeyMemory):
         inputs = Values(memory.slots, dim, std=dim**-0.5)
         return {"inputs": inputs, **super().new_tables(dim, memory)}
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return (*super().left_out, "activation")
+
     def read_tables(self) -> list[Values]:
         return [self.inputs, *super().read_tables()]
 

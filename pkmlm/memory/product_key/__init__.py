@@ -1,0 +1,1 @@
+"""Product keys: two sets of sub-keys find the best of their pairs."""

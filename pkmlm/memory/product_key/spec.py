@@ -37,7 +37,7 @@ class ProductKeySpec(KeySpec):
     def check(self, dim: int) -> None:
         super().check(dim)
         if self.key_dim % 2:
-            raise SpecError("key_dim", f"{self.key_dim} has no half for a sub-key", "an even width")
+            raise SpecError("key_dim", f"found {self.key_dim}", "an even width, of which a sub-key has half")
 
     @property
     def layer(self) -> "type[KeyMemory]":

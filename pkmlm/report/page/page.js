@@ -14,22 +14,22 @@ async function prepared(run, index) {
 }
 
 function panels(run, column, colours) {
-  const { facts, data, counts } = column, where = `${facts.layer} ${facts.name}`;
+  const { facts, data, counts } = column, { valid, drift } = run.training;
   return [
     summary(run.entry, facts),
     mapPanel(column, colours),
     sortedMass(data),
     heads(facts),
-    layers(run.entry),
+    layers(run),
     overlap(facts, colours),
-    buckets(facts, counts),
-    training(run.training.valid[where], run.training.drift[where], facts.slots),
+    rowReads(facts, data.unit, counts),
+    training(valid[data.label], drift[data.label], facts.slots),
   ].filter(Boolean);
 }
 
 async function columnOf(run, colours, place) {
   const entry = run.entry;
-  const options = entry.memories.map((m) => make("option", {}, `${m.layer ? "layer " : ""}${memoryName(m)}`));
+  const options = run.memories.map((memory) => make("option", {}, memory.label));
   const choice = make("select", {}, ...options);
   const body = make("div", { class: "panels" });
   const draw = async () => {

@@ -11,11 +11,6 @@ const MEASURES = [
   ["top99", "Hold 99 %", count],
 ];
 
-// A pool, which several layers read, has its name alone.
-function memoryName({ layer, name }) {
-  return layer ? `${layer} ${name}` : name;
-}
-
 function summary(entry, facts) {
   // Every read may weigh the same, as those of n-gram tables do.
   const alike = MEASURES.every(([key]) => facts.mass[key] === facts.count[key]);
@@ -82,12 +77,12 @@ function heads(facts) {
   );
 }
 
-function layers(entry) {
-  const name = memoryName;
-  const ticks = (at) => (entry.memories[at - 1] ? name(entry.memories[at - 1]) : "");
+function layers({ entry, memories }) {
+  const names = memories.map((memory) => memory.label.replace(/^layer /, ""));
+  const ticks = (at) => names[at - 1] || "";
   const percent = entry.memories.map((m) => 100 * m.mass.usage);
-  const rows = entry.memories.map((m) => [
-    name(m),
+  const rows = entry.memories.map((m, i) => [
+    names[i],
     [m.mass.usage, share],
     [m.uniform_mass.usage, share],
     [m.mass.kl, fixed(4)],
@@ -138,9 +133,9 @@ function overlap(facts, colours) {
 const MOST_ROWS = 1000; // of the table behind the chart of a table's rows
 const MOST_BARS = 500; // of this chart
 
-function buckets(facts, counts) {
+function rowReads(facts, row, counts) {
   if (!facts.tables) return null;
-  const each = facts.slots / facts.tables.length, row = facts.kind === "hash" ? "bucket" : "row";
+  const each = facts.slots / facts.tables.length;
   const choice = make("select", {}, ...facts.tables.map((t) => make("option", {}, String(t.table))));
   const place = make("div");
   const draw = () => {
@@ -172,7 +167,7 @@ function buckets(facts, counts) {
     rescale();
   });
   draw();
-  return panel("buckets", `Reads of each ${row}`, make("label", {}, "Table ", choice), place);
+  return panel("rows", `Reads of each ${row}`, make("label", {}, "Table ", choice), place);
 }
 
 // On the validation text, at each validation.

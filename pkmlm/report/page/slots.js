@@ -4,34 +4,33 @@
 const HOW =
   "Click a slot, or move with the arrow keys (shift: ten) and press Enter; + and - zoom, 0 shows all, the wheel zooms " +
   "once the map is chosen, dragging moves. ";
-const PAIRED = ["product-key", "peer"]; // kinds whose slots are pairs of sub-keys
-const HALVES = "Rows: sub-key of the first half; columns: of the second.";
-const SIDES = {
-  hash: "Rows: tables; columns: buckets.",
-  ngram: "Rows: tables; columns: their rows.",
-  ...Object.fromEntries(PAIRED.map((kind) => [kind, HALVES])),
-};
 
-function grid(facts) {
-  const rows = facts.tables ? facts.tables.length : Math.sqrt(facts.slots);
-  return { rows, columns: facts.slots / rows };
+// What the rows and columns of the map are, where they mean anything.
+function sides({ columns, tables }, unit) {
+  if (columns === null) return "";
+  return tables ? `Rows: tables; columns: their ${unit}s.` : "Rows: sub-key of the first half; columns: of the second.";
 }
 
-function slotName(facts, shape, slot) {
-  const row = Math.floor(slot / shape.columns), column = slot % shape.columns;
-  if (facts.tables) return `${row + 1}:${column}`;
-  return PAIRED.includes(facts.kind) ? `${row}:${column}` : String(slot);
+function grid({ slots, addresses }) {
+  const columns = addresses.columns || Math.ceil(Math.sqrt(slots));
+  return { rows: Math.ceil(slots / columns), columns };
+}
+
+function slotName({ addresses: { columns, tables } }, slot) {
+  if (columns === null) return String(slot);
+  return `${Math.floor(slot / columns) + (tables ? 1 : 0)}:${slot % columns}`;
 }
 
 // The slot of a name, or of a number; null: there is none.
-function slotNumber(facts, shape, name) {
+function slotNumber({ slots, addresses: { columns, tables } }, name) {
   const named = name.trim().match(/^(\d+)(?::(\d+))?$/);
   if (!named) return null;
-  const first = Number(named[1]);
-  if (named[2] === undefined) return first < facts.slots ? first : null;
-  const row = first - (facts.tables ? 1 : 0), column = Number(named[2]);
-  const there = row >= 0 && row < shape.rows && column < shape.columns;
-  return there ? row * shape.columns + column : null;
+  let slot = Number(named[1]);
+  if (named[2] !== undefined) {
+    if (columns === null || Number(named[2]) >= columns) return null;
+    slot = (slot - (tables ? 1 : 0)) * columns + Number(named[2]);
+  }
+  return slot >= 0 && slot < slots ? slot : null;
 }
 
 function words(list) {
@@ -40,13 +39,13 @@ function words(list) {
   return make("span", { class: "words" }, ...parts);
 }
 
-function slotCard({ facts, data, counts, codes, first, shape }, slot) {
+function slotCard({ facts, data, counts, codes, first }, slot) {
   const mass = codes[slot] ? Math.exp(data.mass.low + (codes[slot] - 1) * data.mass.step) : 0;
   const known = data.slots[slot];
   const reads = { "data-reads": String(counts[slot]), "data-slot": String(slot) };
   const heads = known ? known.heads.map(([h, n]) => `head ${h}: ${share(n / known.reads)}`).join(", ") : "";
   const parts = [
-    make("h3", {}, `Slot ${slotName(facts, shape, slot)}`),
+    make("h3", {}, `Slot ${slotName(facts, slot)}`),
     make(
       "p",
       {},
@@ -105,13 +104,13 @@ function colourBar(colours) {
 function mapPanel(column, colours) {
   const { facts, data, codes, shape } = column;
   const card = make("div", { class: "card", "aria-live": "polite" }, note("No slot chosen."));
-  const name = (slot) => slotName(facts, shape, slot);
+  const name = (slot) => slotName(facts, slot);
   const show = (...parts) => {
     card.replaceChildren(...parts);
     map.canvas.scrollIntoView({ block: "nearest" });
     card.scrollIntoView({ block: "nearest" });
   };
-  const choose = (slot) => show(...slotCard(column, slot));
+  const choose = (slot) => slot < facts.slots && show(...slotCard(column, slot));
   const uniform = Math.log((data.mass.total || 1) / facts.slots), bar = colourBar(colours);
   const level = (code) => data.mass.low + (code - 1) * data.mass.step - uniform;
   const map = slotMap({ ...shape, codes, colours, level, dark: data.mass.dark, bar, choose, name });
@@ -128,17 +127,16 @@ function mapPanel(column, colours) {
     "div",
     {},
     slotForm(column, map, go, missing),
-    note(HOW + (SIDES[facts.kind] || "")),
+    note(HOW + sides(facts.addresses, data.unit)),
     map.canvas,
     bar.node,
     mostMass(column, go),
   );
-  const title = PAIRED.includes(facts.kind) ? "Product keys in use" : "Slots in use";
-  return panel("map", title, make("div", { class: "slots" }, where, make("div", {}, card)));
+  return panel("map", `${data.title} in use`, make("div", { class: "slots" }, where, make("div", {}, card)));
 }
 
-function slotForm({ facts, shape }, map, go, missing) {
-  const field = make("input", { size: "9", "aria-label": "Slot", placeholder: slotName(facts, shape, 0) });
+function slotForm({ facts }, map, go, missing) {
+  const field = make("input", { size: "9", "aria-label": "Slot", placeholder: slotName(facts, 0) });
   const form = make(
     "form",
     {},
@@ -150,21 +148,21 @@ function slotForm({ facts, shape }, map, go, missing) {
   );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    const slot = slotNumber(facts, shape, field.value);
+    const slot = slotNumber(facts, field.value);
     if (slot === null) missing(field.value);
     else go(slot);
   });
   return form;
 }
 
-function mostMass({ facts, data, codes, shape }, go) {
+function mostMass({ facts, data, codes }, go) {
   const { patterned, slots, shuffled } = data.patterns; // of the slots that are listed
-  if (!slots) return note(facts.pool ? "The slots of a pool are described with its layers." : "No slot was read.");
+  if (!slots) return note(facts.layers ? "The slots of a pool are described with its layers." : "No slot was read.");
   const best = Object.keys(data.slots).map(Number).sort((a, b) => codes[b] - codes[a]);
   const rows = best.slice(0, slots).map((slot) => {
     const known = data.slots[slot];
     return [
-      button(slotName(facts, shape, slot), () => go(slot)),
+      button(slotName(facts, slot), () => go(slot)),
       [known.reads, count],
       token(known.raises ? `"${known.raises[0][0]}"` : "-"),
       token(known.pattern || "-"),

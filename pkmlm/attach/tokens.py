@@ -1,4 +1,4 @@
-"""N-gram memories in a model of `transformers`: finds the tokens that it is called with, and those before each.
+"""The tokens that a model of `transformers` is called with, and those before each, for memories that need them.
 
 What is found belongs to a call: it is kept in a context variable, not on a module, so that threads and nested calls do
 not meet each other's tokens.
@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from pkmlm.attach.hosts import text_config, vocabulary_of
+from pkmlm.data.canonical import host_canonical_ids
+from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.memory.ngram.layer import NGramIds, Past
-from pkmlm.recipe.schema import NGram
+from pkmlm.memory.spec import Lookback
+from pkmlm.memory.tokens import Past, TokenIds
 
 CACHES = ("cache", "past_key_values")  # what a network calls its cache; the first since transformers 5.24
 # What the calls that are running in this thread have found, by the ids that found it.
@@ -72,27 +75,50 @@ class HostHistory:
         return next((each for each in layers if getattr(each, "pkmlm", None) == f"{self.owner}.{name}"), None)
 
 
-class HostIds(NGramIds):
-    """Finds what the n-gram memories of an attachment need to know about the tokens of a call.
+def host_ids(network: nn.Module, ids: str, tokenizer: Tokenizer | None) -> Tensor:
+    """The ids of the tokens of a network, int64, (V,): "plain", or "canonical", which its tokenizer gives.
+
+    Raises:
+        UserError: the tokenizer is larger than the embedding, or no token begins or ends a document.
+    """
+    merging = tokenizer if ids == "canonical" else None
+    return torch.from_numpy(host_canonical_ids(text_config(network), vocabulary_of(network), merging))
+
+
+class HostIds(TokenIds):
+    """Finds what an attached memory needs to know about the tokens of a call.
 
     Args:
-        vocab_size, spec: as for `NGramIds`.
+        vocab_size: rows of the network's embedding (V).
+        lookback: what the memory needs.
         owner: the attachment's name among those of its network.
     """
 
-    def __init__(self, vocab_size: int, spec: NGram, owner: str):
-        super().__init__(vocab_size, spec)
-        self.owner = owner
+    def __init__(self, vocab_size: int, lookback: Lookback, owner: str):
+        super().__init__(vocab_size, [lookback])
+        self.ids, self.owner = lookback.ids, owner
+
+    def found(self, device: torch.device) -> Past:
+        """What was found for the call that is running, on a device.
+
+        Raises:
+            UserError: none is running.
+        """
+        past = CALLS.get().get(self)
+        if past is None:
+            message = "a block whose memory needs the tokens runs apart from its model (expected within its forward)"
+            raise UserError(message, "turn gradient checkpointing off: model.gradient_checkpointing_disable()")
+        return past._replace(ids_BTG=past.ids_BTG.to(device), places_BTj=past.places_BTj.to(device))
 
     def read(self, named: Mapping[str, Any]) -> Past:
-        """What the memories need, from the arguments of a call.
+        """What the memory needs, from the arguments of a call.
 
         Raises:
             UserError: there are no ids, the mask is not (B, S), or the cache is static or has unseen positions.
         """
         ids_BT, mask = named.get("input_ids"), named.get("attention_mask")
         if ids_BT is None:
-            raise UserError("input_ids is None (n-gram memories need tokens)", "give input_ids, not inputs_embeds")
+            raise UserError("input_ids is None (the attached memory needs tokens)", "give input_ids, not inputs_embeds")
         cache = next((named[name] for name in CACHES if named.get(name) is not None), None)
         if getattr(cache, "is_compileable", False):  # layers that grow would change its masks
             message = f"the cache is a static {type(cache).__name__} (expected one that grows)"
@@ -102,12 +128,12 @@ class HostIds(NGramIds):
         known = 0 if before_BSX is None else before_BSX.shape[1]
         seen = 0 if cache is None else int(cache.get_seq_length())
         if seen != known:
-            message = f"the cache holds {seen} positions, of which the n-gram memory has seen {known}"
+            message = f"the cache holds {seen} positions, of which the memory has seen {known}"
             raise UserError(message, "start with an empty cache")
         expected = (len(ids_BT), known + ids_BT.shape[1])
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != expected):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            message = f"attention_mask is {shape} (expected {expected}: n-gram memories take one that marks padding)"
+            message = f"attention_mask is {shape} (expected {expected}: the memory takes one that marks padding)"
             raise UserError(message)
         # A token sees nothing of the one before if that is padding, or if its position does not follow on it: there,
         # another packed document begins.
@@ -127,11 +153,11 @@ def positions(given: object, ids_BT: Tensor, history: HostHistory) -> Tensor:
 
 
 class ForwardWithIds:
-    """The forward of a network that maps ids to hidden states; while it runs, n-gram memories know the ids.
+    """The forward of a network that maps ids to hidden states; while it runs, memories know the tokens.
 
     Args:
         network: has such a forward.
-        ids: those of the n-gram memories.
+        ids: those of the memories.
     """
 
     def __init__(self, network: nn.Module, ids: Sequence[HostIds]):
