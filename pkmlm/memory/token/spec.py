@@ -1,7 +1,7 @@
 """Token tables: the row of the token itself. The cheapest memory, and so the control of all others."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pkmlm.memory.spec import (
     Lookback,
@@ -57,11 +57,8 @@ class TokenSpec(Spec):
     def build(self, site: Site, places: tuple[Place, ...]) -> "dict[Place, nn.Module]":
         from pkmlm.memory.token.layer import TokenMemory
 
-        where = {"layer": site.layer, "name": site.name}
-        return {
-            place: TokenMemory(site.dim, vocab_size=site.vocab_size, heads=site.heads, into=self.into, **where)
-            for place in places
-        }
+        where: dict[str, Any] = {"layer": site.layer, "name": site.name, "heads": site.heads}
+        return {place: TokenMemory(site.dim, vocab_size=site.vocab_size, **self.arguments, **where) for place in places}
 
     def describe(self) -> str:
         return f"a row for each token, added to {'the stream' if self.into == 'stream' else 'the values of attention'}"
