@@ -115,7 +115,8 @@ def test_a_tokenizer_is_loaded_without_recipes_or_runs():
     assert own_rooms(loaded_by("pkmlm.data.tokenizer")) == {"console", "data", "errors", "files"}
 
 
-LIBRARY = ["UsageCounters", "RowAdam", "ProductKeyMemory", "FlatKeyMemory", "PEER", "HashLayer", "NGramMemory"]
+LIBRARY = ["UsageCounters", "RowAdam", "ProductKeyMemory", "FlatKeyMemory", "PEER", "HashLayer"]
+LIBRARY += ["NGramMemory", "TokenMemory"]
 COUNT_LOADED = """
 import os, sys, torch, pkmlm
 for name in sys.argv[1:]:
