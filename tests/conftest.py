@@ -87,6 +87,35 @@ def tokens(novels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def model_2019(**keys: Any) -> Any:
+    """The section `model` of a recipe, with the block of 2019 where the keys do not say otherwise."""
+    from pkmlm.recipe.schema import Model
+
+    return Model(**{**OLD_MODEL, **keys})
+
+
+def optim_2019(**keys: Any) -> Any:
+    """The section `optim`, likewise."""
+    from pkmlm.recipe.schema import Optim
+
+    return Optim(**{**OLD_OPTIM, **keys})
+
+
+def recipe_2019(**sections: Any) -> Any:
+    """A recipe, likewise."""
+    from pkmlm.recipe.schema import Recipe
+
+    return Recipe(**{"model": model_2019(), "optim": optim_2019(), **sections})
+
+
+# As in recipes/block-2019.yaml.
+OLD_MODEL: dict[str, Any] = {
+    **{"norm": "layer", "ffn": "gelu", "positions": "learned", "qk_norm": False, "document_mask": False},
+    **{"bias": "all", "tie_embeddings": True, "init": "small"},
+}
+OLD_OPTIM: dict[str, Any] = {
+    **{"lr": 2.5e-4, "matrices": "adamw", "betas": (0.9, 0.98), "schedule": "inverse-sqrt", "warmup_steps": 4000},
+}
 KEYS = "heads: 2, topk: 4, key_dim: 16, optim: {lr: 4e-3}"
 MODELS = {
     "dense": "null",
@@ -109,7 +138,8 @@ def write_recipe(tokens: Path) -> Callable[[Path, str], Path]:
     def write(folder: Path, kind: str) -> Path:
         path = folder / f"{kind}.yaml"
         path.write_text(
-            f"""name: tiny-{kind}
+            f"""base: block-2019
+name: tiny-{kind}
 data: {{dir: {tokens}}}
 model:
   dim: 32

@@ -31,11 +31,12 @@ from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.row_exchange import all_gather_row_gradients, even_row_gradients
 from pkmlm.memory.table import Values
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import Finetune, Optim, Parallel, Recipe, Train
+from pkmlm.recipe.schema import Finetune, Parallel, Recipe, Train
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.step import StepResult, TrainState, train_step
 from pkmlm.train.validation import recalibrate
+from tests.conftest import optim_2019, recipe_2019
 from tests.golden.test_curves import KEYS, Stream, with_memories
 from tests.golden.test_curves import MODELS as GOLDEN
 
@@ -143,8 +144,8 @@ def ranks_among(world: World, size: int, memory: int) -> ProcessGroups:
 
 
 def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) -> Recipe:
-    optim = Optim(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1)
-    return Recipe(
+    optim = optim_2019(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1)
+    return recipe_2019(
         model=MODELS[kind],
         optim=optim,
         train=Train(**{"steps": 50, "batch_tokens": 128, "micro_batch": micro_batch, **train}),
