@@ -38,7 +38,6 @@ from pkmlm.memory.table import tables_of
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
-from tests.conftest import model_2019, recipe_2019
 
 CPU = torch.device("cpu")
 REFUSED = {("Model.attention", kind) for kind in ("linformer", "cosformer", "performer")}
@@ -115,7 +114,7 @@ class Draws:
         values = self.values(Model, "model", ("memories",))
         if "hash" in kinds:  # it gives queries, keys and values of dim each
             values |= {"kv_heads": None, "head_dim": None}
-        return model_2019(memories=memories, **values)
+        return Model(memories=memories, **values)
 
 
 def whole_name(section: type, key: str) -> str:
@@ -143,7 +142,7 @@ def in_force(model: Model) -> set[tuple[str, Any]]:
 
 
 def recipe_of(model: Model) -> Recipe:
-    return check_recipe(recipe_2019(model=model, train=Train(batch_tokens=model.context * 2, micro_batch=2)))
+    return check_recipe(Recipe(model=model, train=Train(batch_tokens=model.context * 2, micro_batch=2)))
 
 
 def unlike_new(model: Transformer, seed: int = 0) -> Transformer:
@@ -232,7 +231,7 @@ def test_other_attention_than_softmax_is_not_exported(attention, tmp_path, expor
 
 KEYS: dict[str, Any] = {"num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
 PRODUCT_KEY = ProductKeySpec(layers=("2",), **KEYS)
-MODEL = model_2019(vocab_size=600, dim=16, layers=2, heads=2, context=24)
+MODEL = Model(vocab_size=600, dim=16, layers=2, heads=2, context=24)
 PLUS = ProductKeySpec(
     layers=("1", "2+"), share_values=True, gate="silu", value_dim=12, key_norm="rms", query_norm="none", **KEYS
 )
