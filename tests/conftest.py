@@ -126,6 +126,7 @@ MODELS = {
     "peer": f"{{experts: {{kind: peer, layers: 2, num_keys: 16, {KEYS}}}}}",
     "ngram": "{ngrams: {kind: ngram, layers: [1, 2], orders: [2, 3], heads: 2, rows: 251, row_dim: 8}}",
     "hash": "{tables: {kind: hash, bits: 4, extra_bits: 2}}",
+    "modern": f"{{pkm: {{kind: product-key, layers: 2, num_keys: 16, {KEYS}}}}}",
     "mixed": "{ngrams: {kind: ngram, layers: 1, orders: [2], heads: 2, rows: 251, row_dim: 8}, "
     f"tables: {{kind: hash, layers: 1, bits: 4}}, pkm: {{kind: product-key, layers: [1+, 2], num_keys: 16, {KEYS}}}}}",
 }
@@ -138,10 +139,12 @@ def write_recipe(tokens: Path) -> Callable[[Path, str], Path]:
     def write(folder: Path, kind: str) -> Path:
         path = folder / f"{kind}.yaml"
         path.write_text(
-            f"""base: block-2019
+            f"""{"" if kind == "modern" else "base: block-2019"}
 name: tiny-{kind}
 data: {{dir: {tokens}}}
 model:
+  {"kv_heads: 1" if kind == "modern" else ""}
+  {"smear: true" if kind == "modern" else ""}
   dim: 32
   layers: 2
   heads: 2

@@ -36,8 +36,8 @@ from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.step import StepResult, TrainState, train_step
 from pkmlm.train.validation import recalibrate
-from tests.conftest import optim_2019, recipe_2019
-from tests.golden.test_curves import KEYS, Stream, with_memories
+from tests.conftest import recipe_2019
+from tests.golden.test_curves import KEYS, Stream, golden_optim, with_memories
 from tests.golden.test_curves import MODELS as GOLDEN
 
 TWO = {**KEYS, "layers": ("1", "2")}
@@ -50,6 +50,7 @@ MODELS = {
     "ngram": GOLDEN["ngram"],
     "hash": replace(with_memories(tables=HashSpec(bits=4)), layers=1, positions="rotary"),
     "mixed": GOLDEN["mixed"],
+    "modern": GOLDEN["modern"],
 }
 
 
@@ -144,10 +145,9 @@ def ranks_among(world: World, size: int, memory: int) -> ProcessGroups:
 
 
 def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) -> Recipe:
-    optim = optim_2019(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1)
     return recipe_2019(
         model=MODELS[kind],
-        optim=optim,
+        optim=golden_optim(kind),
         train=Train(**{"steps": 50, "batch_tokens": 128, "micro_batch": micro_batch, **train}),
         parallel=Parallel(memory=memory),
         finetune=Finetune(slots="count" if train.get("only") == "values" else "all", top=3),
