@@ -47,7 +47,8 @@ MODELS = {
         pkm=ProductKeySpec(**{**KEYS, "layers": ("1+", "2")}, query="mlp"),
     ),
     "modern": Model(
-        dim=16, layers=2, heads=2, kv_heads=1, context=16, smear=True, memories={"pkm": ProductKeySpec(**KEYS)}
+        **{"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "context": 16, "smear": True},
+        memories={"pkm": ProductKeySpec(**KEYS, query_norm="rms")},
     ),
     "hash": replace(with_memories(tables=HashSpec(bits=4)), positions="rotary", tie_embeddings=False, dropout=0.1),
 }
