@@ -76,10 +76,16 @@ class SharedCache(KVCache):
         """As in the base class, along dimension 1; every forward appends the same names in the same order."""
         place = self.blocks + len(self.names)
         self.names.append(name)
-        while len(self.cache.layers) <= place:
-            self.cache.layers.append(DynamicLayer())
+        layers = self.cache.layers
+        if not self.length:
+            del layers[place:]  # early releases of transformers 5 leave something in a cache that they reset
+        while len(layers) <= place:
+            layer: Any = DynamicLayer()
+            layer.max_batch_size = len(x)  # they also compare what a cache of fixed size has room for in all layers
+            layer.max_cache_len = getattr(layers[0], "max_cache_len", None) if layers else None
+            layers.append(layer)
         x_B1TX = x.reshape(len(x), 1, x.shape[1], -1)
-        x_BSX = self.cache.layers[place].update(x_B1TX, x_B1TX[..., :1])[0][:, 0]
+        x_BSX = layers[place].update(x_B1TX, x_B1TX[..., :1])[0][:, 0]
         return x_BSX.reshape(*x_BSX.shape[:2], *x.shape[2:])
 
 
