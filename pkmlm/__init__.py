@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time, `__getattr__` i
     from pkmlm.memory.peer.layer import PEER as PEER
     from pkmlm.memory.product_key.layer import ProductKeyMemory as ProductKeyMemory
     from pkmlm.memory.row_adam import RowAdam as RowAdam
+    from pkmlm.memory.token.layer import TokenMemory as TokenMemory
     from pkmlm.model.transformer import build_model as build_model
     from pkmlm.recipe.load import load_recipe as load_recipe
 
@@ -32,6 +33,7 @@ MODULES = {
     "PEER": "pkmlm.memory.peer.layer",
     "ProductKeyMemory": "pkmlm.memory.product_key.layer",
     "RowAdam": "pkmlm.memory.row_adam",
+    "TokenMemory": "pkmlm.memory.token.layer",
     "UsageCounters": "pkmlm.measure.counters",
     "attach": "pkmlm.attach",
     "attach_dense": "pkmlm.attach",

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # The tests are of a CPU, also where there is a GPU: its kernels have their own, in unit/test_cuda_kernels.py.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as commands do, before any other process loads torch
 os.environ["HF_HUB_OFFLINE"] = "1"  # without a network, a look at the hub is tried again for 20 seconds
 
 

@@ -6,6 +6,7 @@ from pkmlm.memory.ngram.spec import NGramSpec
 from pkmlm.memory.peer.spec import PEERSpec
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.spec import Spec
+from pkmlm.memory.token.spec import TokenSpec
 
 SPECS: dict[str, type[Spec]] = {
     "product-key": ProductKeySpec,
@@ -13,4 +14,5 @@ SPECS: dict[str, type[Spec]] = {
     "peer": PEERSpec,
     "hash": HashSpec,
     "ngram": NGramSpec,
+    "token": TokenSpec,
 }

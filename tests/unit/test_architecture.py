@@ -68,7 +68,7 @@ def test_imports_go_one_way():
         assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)), path
         for name in imports(tree):
             parts = name.split(".")
-            needs_host = path.match("attach/hosted.py") or path.match("attach/ngrams.py")
+            needs_host = path.match("attach/hosted.py") or path.match("attach/tokens.py")
             assert parts[0] != "transformers" or needs_host, f"{path} imports what pkmlm does not need"
             if parts[0] == "pkmlm" and len(parts) > 1 and parts[1] in FLOORS:
                 assert parts[1] == own or FLOORS[parts[1]] < FLOORS[own], f"{path} imports {name}"
@@ -115,7 +115,8 @@ def test_a_tokenizer_is_loaded_without_recipes_or_runs():
     assert own_rooms(loaded_by("pkmlm.data.tokenizer")) == {"console", "data", "errors", "files"}
 
 
-LIBRARY = ["UsageCounters", "RowAdam", "ProductKeyMemory", "FlatKeyMemory", "PEER", "HashLayer", "NGramMemory"]
+LIBRARY = ["UsageCounters", "RowAdam", "ProductKeyMemory", "FlatKeyMemory", "PEER", "HashLayer"]
+LIBRARY += ["NGramMemory", "TokenMemory"]
 COUNT_LOADED = """
 import os, sys, torch, pkmlm
 for name in sys.argv[1:]:

@@ -28,6 +28,8 @@ model:
   qk_norm: true
   bias: none
   tie_embeddings: false
+  document_mask: false
+  init: small
 train: {{batch_tokens: 64, micro_batch: 2}}
 """
 
@@ -223,7 +225,7 @@ def test_zero_out_starts_as_the_head_of_the_embedding(tmp_path):
 
 
 def test_muon_trains_the_matrices_of_attention_and_the_ffn_as_torch_does(tmp_path):
-    recipe = recipe_of(tmp_path, "optim.matrices=muon", "optim.muon.lr=0.03", "train.steps=20", MEMORIES)
+    recipe = recipe_of(tmp_path, "optim.muon.lr=0.03", "train.steps=20", MEMORIES)
     model, twin = (build_model(recipe, VOCAB) for _ in range(2))
     groups = parameter_groups(model, recipe)
     assert [group.name for group in groups] == ["dense", "muon", "n", "p"]

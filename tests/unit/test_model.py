@@ -11,6 +11,7 @@ from pkmlm.memory.init import initialise
 from pkmlm.memory.ngram.spec import NGramSpec
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.spec import Spec
+from pkmlm.memory.token.spec import TokenSpec
 from pkmlm.model.attention import KVCache, rotate, rotation
 from pkmlm.model.transformer import build_model, streams
 from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
@@ -36,6 +37,7 @@ KINDS = {
         flat=FlatKeySpec(**{**KEYS, "layers": ("1+", "2+")}),
         words=NGramSpec(layers=("1", "2"), orders=(1,), heads=1, rows=31, row_dim=4, conv=False),
         ngrams=NGramSpec(layers=("2",), heads=2, rows=31, row_dim=4, conv=False, canonical=False),
+        tokens=TokenSpec(layers=("3",), into="values"),
     ),
 }
 OPTIONS = AttentionOptions(features=6, block=4, rank=2)

@@ -219,6 +219,8 @@ KEYED, TABLES, NGRAMS = "kind: product-key, layers: 2", "kind: hash", "kind: ngr
         (f"{TABLES}, layers: 2+", ".layers: found a layer with +"),
         (f"{NGRAMS}, layers: [1, 2+]", ".layers: found a layer with +"),
         (f"{NGRAMS}, layers: auto:2+", ".layers: found a layer with +"),
+        ("kind: token, layers: 2+", ".layers: found a layer with +"),
+        ("kind: token, layers: 2, rows: 7", ".rows"),
         (f"{NGRAMS}, orders: [2, 2]", ".orders: found [2, 2] (expected one order or more, each once)"),
         (f"{NGRAMS}, orders: []", ".orders: found []"),
         (f"{NGRAMS}, rows: 65536", ".rows: found 65536 (expected a prime, such as 65537, or 1)"),
@@ -590,7 +592,7 @@ def test_groups_of_parameters_that_a_model_freezes_are_not_checked(recipe_file: 
 def test_a_memory_learns_as_it_says_or_as_its_kind_or_as_the_rest(recipe_file: Path) -> None:
     optim = Optim(lr=2e-3, betas=(0.5, 0.6), eps=1e-3, schedule="linear", warmup_steps=7, final_lr=0.3)
     peaks = {kind: optim.filled(spec().table_optim).lr for kind, spec in SPECS.items()}
-    assert peaks == {"product-key": 1e-3, "flat-key": 1e-3, "peer": 1e-3, "hash": 6e-3, "ngram": 1e-2}
+    assert peaks == {"product-key": 1e-3, "flat-key": 1e-3, "peer": 1e-3, "hash": 6e-3, "ngram": 1e-2, "token": 1e-2}
     recipe = load_recipe(recipe_file, ["model.memories.pkm.optim={lr_scale: 4, schedule: null, warmup_steps: null}"])
     found = optim.filled(recipe.model.memories["pkm"].table_optim)
     assert (found.lr, found.betas, found.eps) == (8e-3, (0.9, 0.999), 1e-3)

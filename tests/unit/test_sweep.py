@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from statistics import fmean
 
 import pytest
 
+from pkmlm.bench.steps import timed_part
 from pkmlm.errors import UserError
 from pkmlm.files import write_json
 from pkmlm.recipe.load import load_recipe
@@ -17,7 +19,8 @@ from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.recipe.schema import recipe_sha256
 from pkmlm.report.metrics import MEASURES, TASKS
 from pkmlm.report.plots import Look
-from pkmlm.runs.record import Progress
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.record import Progress, read_progress
 from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken, suite_accuracy
 from pkmlm.sweep.grid import Grid, read_grid
 from pkmlm.sweep.plots import picture
@@ -585,3 +588,23 @@ def test_every_grid_has_a_make_target():
         if target != "memoryformer-figure-1":  # which trains nothing, and is the same at every scale
             assert ("--scale gpu" in line) == ("scales" in parse(yaml_text(path), str(path)).value), target
             assert "--device 0,1" in line, target
+
+
+@pytest.mark.parametrize("archive", sorted((ROOT / "recipes").rglob("*.tar.xz")), ids=lambda path: path.parent.name)
+def test_the_records_that_come_along_are_those_of_runs(archive, tmp_path):
+    """Without their logs, which are large: recipes, measurements of their checkpoints, times of their steps."""
+    with tarfile.open(archive) as stored:
+        kept = [member for member in stored.getmembers() if not member.name.endswith("metrics.jsonl")]
+        stored.extractall(tmp_path, members=kept, filter="data")
+    runs = [RunDirectory(file.parent) for file in tmp_path.rglob("run.json")]
+    assert len(runs) >= 17
+    for run in runs:
+        recipe = run.recipe()
+        assert recipe == load_recipe(run.recipe_file)
+        if run.steps():
+            assert run.of_latest(read_progress).step == run.done()
+        assert len(run.evaluations()) == len([*run.path.glob("eval/*.json")])
+        used = [{each["memory"] for each in report["memories"]} for report in run.usage_reports()]
+        assert used == [recipe.model.memories.keys()] * len([*run.path.glob("usage/*.json")])
+        if (times := run.path / "steps.json").exists():
+            assert recipe_sha256(timed_part(run)) in json.loads(times.read_text())["steps"]

@@ -1,0 +1,1 @@
+"""Token tables: the row of the token itself."""
