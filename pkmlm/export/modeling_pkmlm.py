@@ -17,11 +17,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
 from pkmlm.kernels.matmul import Linear
+from pkmlm.memory.base import memories
 from pkmlm.memory.init import Constant, Normal, fill, init_spec_of, linear_std
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import Spec
-from pkmlm.memory.table import tables_of
+from pkmlm.memory.table import Values, tables_of
 from pkmlm.model.attention import AttentionLayout, KVCache, positions_of
 from pkmlm.model.transformer import Network, build_parts, kept_in_fp32
 from pkmlm.recipe.shape import Shape
@@ -142,6 +143,15 @@ def layout_of(seen_BTS: Tensor, positions_BT: Tensor | None) -> AttentionLayout:
     return AttentionLayout(None if counted else positions_BT, seen_BTS)
 
 
+@torch.no_grad()
+def resize_table(table: Values, rows: int) -> None:
+    """Leave out the last rows of a table, or add rows of zeros."""
+    for name, tensor in [*table.named_parameters(), *table.named_buffers()]:
+        kept = tensor[:rows]
+        resized = torch.cat([kept, kept.new_zeros(rows - len(kept), *kept.shape[1:])])
+        setattr(table, name, nn.Parameter(resized, tensor.requires_grad) if name == "weight_KD" else resized)
+
+
 class PkmlmPreTrainedModel(PreTrainedModel):
     """What the two models share: how `transformers` may treat them, and the initial weights of a new one."""
 
@@ -153,8 +163,16 @@ class PkmlmPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As in the library; the ids that memories read by are resized, too: a new token's is its own number."""
+        """As in the library; so are the ids that memories read by, of which a new token's is its own number, and tables
+        with a row for each token, of which a new one's is 0.
+        """
+        before = self.config.vocab_size
         embedding = super().resize_token_embeddings(*args, **kwargs)
+        for memory in memories(self):
+            shapes = (memory.spec.tables(self.config.dim, rows) for rows in (before, embedding.num_embeddings))
+            for table, old, new in zip(memory.read_tables(), *shapes, strict=False):
+                if old.rows != new.rows:
+                    resize_table(table, new.rows)
         for name, ids in self.base_model.token_ids.items():
             kept_V = ids.ids_V[: embedding.num_embeddings]
             ids.ids_V = torch.cat([kept_V, torch.arange(len(kept_V), embedding.num_embeddings, device=kept_V.device)])
