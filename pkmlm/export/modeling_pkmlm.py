@@ -17,11 +17,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
 from pkmlm.kernels.matmul import Linear
+from pkmlm.memory.base import memories
 from pkmlm.memory.init import Constant, Normal, fill, init_spec_of, linear_std
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import Spec
-from pkmlm.memory.table import tables_of
+from pkmlm.memory.table import Values, tables_of
 from pkmlm.model.attention import AttentionLayout, KVCache, positions_of
 from pkmlm.model.transformer import Network, build_parts, kept_in_fp32
 from pkmlm.recipe.shape import Shape
@@ -76,10 +77,16 @@ class SharedCache(KVCache):
         """As in the base class, along dimension 1; every forward appends the same names in the same order."""
         place = self.blocks + len(self.names)
         self.names.append(name)
-        while len(self.cache.layers) <= place:
-            self.cache.layers.append(DynamicLayer())
+        layers = self.cache.layers
+        if not self.length:
+            del layers[place:]  # early releases of transformers 5 leave something in a cache that they reset
+        while len(layers) <= place:
+            layer: Any = DynamicLayer()
+            layer.max_batch_size = len(x)  # they also compare what a cache of fixed size has room for in all layers
+            layer.max_cache_len = getattr(layers[0], "max_cache_len", None) if layers else None
+            layers.append(layer)
         x_B1TX = x.reshape(len(x), 1, x.shape[1], -1)
-        x_BSX = self.cache.layers[place].update(x_B1TX, x_B1TX[..., :1])[0][:, 0]
+        x_BSX = layers[place].update(x_B1TX, x_B1TX[..., :1])[0][:, 0]
         return x_BSX.reshape(*x_BSX.shape[:2], *x.shape[2:])
 
 
@@ -136,6 +143,15 @@ def layout_of(seen_BTS: Tensor, positions_BT: Tensor | None) -> AttentionLayout:
     return AttentionLayout(None if counted else positions_BT, seen_BTS)
 
 
+@torch.no_grad()
+def resize_table(table: Values, rows: int) -> None:
+    """Leave out the last rows of a table, or add rows of zeros."""
+    for name, tensor in [*table.named_parameters(), *table.named_buffers()]:
+        kept = tensor[:rows]
+        resized = torch.cat([kept, kept.new_zeros(rows - len(kept), *kept.shape[1:])])
+        setattr(table, name, nn.Parameter(resized, tensor.requires_grad) if name == "weight_KD" else resized)
+
+
 class PkmlmPreTrainedModel(PreTrainedModel):
     """What the two models share: how `transformers` may treat them, and the initial weights of a new one."""
 
@@ -147,8 +163,16 @@ class PkmlmPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As in the library; the ids that memories read by are resized, too: a new token's is its own number."""
+        """As in the library; so are the ids that memories read by, of which a new token's is its own number, and tables
+        with a row for each token, of which a new one's is 0.
+        """
+        before = self.config.vocab_size
         embedding = super().resize_token_embeddings(*args, **kwargs)
+        for memory in memories(self):
+            shapes = (memory.spec.tables(self.config.dim, rows) for rows in (before, embedding.num_embeddings))
+            for table, old, new in zip(memory.read_tables(), *shapes, strict=False):
+                if old.rows != new.rows:
+                    resize_table(table, new.rows)
         for name, ids in self.base_model.token_ids.items():
             kept_V = ids.ids_V[: embedding.num_embeddings]
             ids.ids_V = torch.cat([kept_V, torch.arange(len(kept_V), embedding.num_embeddings, device=kept_V.device)])

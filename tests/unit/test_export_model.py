@@ -35,6 +35,7 @@ from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import tables_of
+from pkmlm.memory.token.spec import TokenSpec
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
@@ -60,6 +61,7 @@ DRAWN: dict[str, list[Any]] = {
     "topk": [1, 5],
     "key_dim": [8],
     "value_dim": [None, 20, 24],
+    "layers": [("1", "3"), ("all",)],
     "ngram.layers": [("1", "3"), ("2",), ("all",)],
     "ngram.orders": [(2,), (1, 3), (2, 3)],
     "ngram.rows": [1, 31],
@@ -78,7 +80,7 @@ TOGETHER = [  # kinds of memories in one model
     ["hash", "ngram", "peer"],
     ["ngram", "ngram", "product-key", "product-key"],
     ["flat-key", "hash"],
-    ["peer", "ngram"],
+    ["peer", "ngram", "token", "token"],
 ]
 
 
@@ -112,7 +114,7 @@ class Draws:
                 values["layers"] = self.value(f"layers {taken}", BESIDE if taken else IN_PLACE)
             memories[f"m{number}-{kind}"] = SPECS[kind](kind=kind, **values)
         values = self.values(Model, "model", ("memories",))
-        if "hash" in kinds:  # it gives queries, keys and values of dim each
+        if {"hash", "token"} & {*kinds}:  # they give values of dim
             values |= {"kv_heads": None, "head_dim": None}
         return Model(memories=memories, **values)
 
@@ -254,11 +256,13 @@ KINDS = {
     "ngram": with_memories(grams=GRAMS),
     "ngram-lite": with_memories(lite=LITE, pkm=PRODUCT_KEY),
     "hash": with_memories(tables=HashSpec(bits=4)),
+    "token": with_memories(tokens=TokenSpec(layers=("1",)), into=TokenSpec(layers=("all",), into="values")),
     "mixture": with_memories(
         plus=PLUS,
         half=HashSpec(layers=("2",), bits=4),
         grams=GRAMS,
         lite=replace(LITE, layers=("1",), canonical=False),
+        tokens=TokenSpec(layers=("1",), into="values"),
     ),
     "shared experts": with_memories(
         experts=PEERSpec(layers=("1", "2"), share_values=True, **KEYS),
@@ -394,10 +398,10 @@ def test_parts_of_the_output(pair):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [True, False])
-def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, exported, tokenizer, tied):
+@pytest.mark.parametrize(("tied", "bits"), [(True, None), (False, None), (False, 4)])
+def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, exported, tokenizer, tied, bits):
     recipe = recipe_of(replace(KINDS["mixture"], tie_embeddings=tied))
-    theirs = exported(tmp_path / "export", unlike_new(build_model(recipe, 600)), recipe)
+    theirs = exported(tmp_path / "export", unlike_new(build_model(recipe, 600)), recipe, table_bits=bits)
     before = theirs(IDS_BT).logits
     theirs.resize_token_embeddings(610, mean_resizing=False)
     assert (theirs.lm_head.weight is theirs.model.embedding.weight) == tied
