@@ -73,8 +73,9 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
     groups = []
     rest = {name: parameter for name, parameter in model.named_parameters() if name not in tables}
     if recipe.train.only == "all":
-        if optim.matrices == "muon":
-            matrices = {name: rest.pop(name) for name in matrices_of(model)}
+        names = matrices_of(model) if optim.matrices == "muon" else []
+        if names:  # where hash tables take the place of all maps, there is none
+            matrices = {name: rest.pop(name) for name in names}
             muon = torch.optim.Muon(
                 matrices.values(),
                 optim.muon.lr,
