@@ -336,7 +336,7 @@ def key_names(section: Any, prefix: str = "") -> list[str]:
     """The dotted keys of a section, without those of memories."""
     hints = get_type_hints(section)
     inner = ((f"{prefix}{field.name}", hints[field.name]) for field in fields(section))
-    return [key for name, kind in inner for key in (key_names(kind, f"{name}.") if is_dataclass(kind) else [name])]
+    return [key for name, hint in inner for key in (key_names(hint, f"{name}.") if is_dataclass(hint) else [name])]
 
 
 def described(section: Any, field: Any) -> tuple[Any, str]:
