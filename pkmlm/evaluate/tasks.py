@@ -127,11 +127,8 @@ def stock_config(name: str, manager: TaskManager) -> Json:
 
 def load_task(config: Json, own: Path | None, manager: TaskManager, folder: Path | None) -> ZeroShotTask:
     """A task from its definition, with its rows."""
-    name, output, shots = (
-        config.get("task"),
-        config.get("output_type", "generate_until"),
-        config.get("num_fewshot") or 0,
-    )
+    name, shots = config.get("task"), config.get("num_fewshot") or 0
+    output = config.get("output_type", "generate_until")
     if not isinstance(name, str):
         raise UserError(f"{own}: no key 'task' with the task's name (expected an lm-eval task)")
     where = own or f"--tasks: {name}"
