@@ -27,7 +27,7 @@ DEFAULT_TOP = {"slots": 20, "contexts": 10, "reads": 3}  # rows of each report
     type=click.IntRange(min=1),
     metavar="N",
     help=f"How many to show. Default: {DEFAULT_TOP['slots']} slots; with --slot, {DEFAULT_TOP['contexts']} contexts "
-    f"of it; with PROMPT, {DEFAULT_TOP['token']} slots for each token.",
+    f"of it; with PROMPT, {DEFAULT_TOP['reads']} slots for each token.",
 )
 @base_option
 @step_option
