@@ -230,7 +230,7 @@ def test_no_output_of_a_model_depends_on_a_later_token(name, body, monkeypatch):
 def test_queries_and_keys_are_rotated_first_and_there_is_no_cache(name):
     model = model_of(name, "rotary").double()
     attention, x_BTD = model.blocks[0].attention, torch.randn(1, 20, 16, dtype=torch.float64)
-    turn = rotation(torch.arange(20), model.rotary_width)
+    turn = rotation(torch.arange(20), model.rotary_width, model.rotary_base)
     q_BhTe, k_BhTe, v_BhTe = attention.qkv(x_BTD).view(1, 20, 3, 2, 8).permute(2, 0, 3, 1, 4)
     mixed_BhTe = attention.efficient(rotate(q_BhTe, turn), rotate(k_BhTe, turn), v_BhTe)
     expected = attention.out(mixed_BhTe.transpose(1, 2).flatten(2))

@@ -198,7 +198,7 @@ def models() -> list[Recipe]:
             attention=("softmax", "linformer", "cosformer", "performer")[number % 4],
             attention_options=AttentionOptions(features=7, block=5, rank=2),
             ffn_dim=48 if number % 5 == 0 else None,
-            bias=odd,
+            bias="all" if odd else "none",
             tie_embeddings=number % 4 < 2,
             memories=memories,
         )
