@@ -78,7 +78,7 @@ check: .venv/installed-dev
 	$(BIN)/mypy pkmlm
 
 golden: .venv/installed-dev
-	$(BIN)/python tests/golden/test_curves.py
+	$(BIN)/python -m tests.golden.test_curves
 
 SWEEP = $(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) $(AT_A_TIME) -s data.dir=$(TOKENS)
 

@@ -27,7 +27,7 @@ from pkmlm.memory.table import Pool
 from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk
-from pkmlm.model.transformer import FFN, Transformer, build_block, build_pools
+from pkmlm.model.transformer import FFN, Transformer, build_block, build_pools, matrices_of
 from pkmlm.recipe.constraints import MAX_PARAMETERS
 from pkmlm.recipe.schema import Model, Recipe
 
@@ -68,6 +68,7 @@ class BlockCost:
         layer: counted from 1.
         parts: what it is made of, in order: "attention", "ffn", and the memories by name.
         dense: parameters that are not in tables.
+        matrices: those of attention's and the FFN's maps, which Muon may train.
         keys: dense parameters that are keys of memories; with `parallel.shard`, each rank keeps all of them.
         tables: in the order in which the block reads them.
         flops_without_attention: of its maps, keys and tables, over one sequence.
@@ -81,6 +82,7 @@ class BlockCost:
     layer: int
     parts: tuple[str, ...]
     dense: int
+    matrices: int
     keys: int
     tables: tuple[TableCost, ...]
     flops_without_attention: int
@@ -245,6 +247,7 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
         parts=tuple(parts),
         dense=sum(parameter.numel() for parameter in block.parameters())
         - sum(table.parameters for table in tables if table.layers == 1),
+        matrices=sum(block.get_parameter(name).numel() for name in matrices_of(block)),
         keys=sum(keys.numel() for memory in found for keys in memory.key_parameters()),
         tables=tuple(tables),
         flops_without_attention=s * (maps + sum(memory.flops_per_token() for memory in found)),
@@ -265,7 +268,8 @@ def paper_flops(model: Model, layer: int) -> int | None:
         return None
     for name in names:
         return model.memories[name].paper_flops(model.dim, model.context)
-    return 12 * model.context * model.dim**2 if model.ffn_dim in (None, 4 * model.dim) else None
+    plain = model.ffn != "swiglu" and model.inner == 4 * model.dim and model.value_heads * model.head_width == model.dim
+    return 12 * model.context * model.dim**2 if plain else None
 
 
 def saved_per_token(module: nn.Module, model: Model) -> int:
@@ -273,7 +277,7 @@ def saved_per_token(module: nn.Module, model: Model) -> int:
     sides of an FFN's activation, and what attention and memories keep. Dropout is left out."""
     if isinstance(module, SparseMemory):
         return module.saved_per_token()
-    if isinstance(module, nn.LayerNorm):
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return 2 * module.normalized_shape[0]
     if isinstance(module, FFN):
         return 2 * module.up.out_features
@@ -282,7 +286,8 @@ def saved_per_token(module: nn.Module, model: Model) -> int:
 
 
 def attention_flops(model: Model) -> int:
-    """Multiply-adds of attention over one sequence, without its maps; not halved for causality, as MemoryFormer counts.
+    """Multiply-adds of attention over one sequence, without its maps; not halved for causality, as MemoryFormer
+    counts. d is the width of all heads.
 
     softmax: scores and weighted sums, 2 s^2 d.
     linformer: both over a token's block of c and the K rows of all blocks but the last, 2 s (K + c) d; and these rows.
@@ -290,14 +295,14 @@ def attention_flops(model: Model) -> int:
     once a chunk, 2 h (s - C) M (e + 1); the 1 added to e is the sum of the weights. Performer's features: 2 s M d.
     (h heads, each e wide with M features.)
     """
-    s, d, options = model.context, model.dim, model.attention_options
+    s, d, options = model.context, model.heads * model.head_width, model.attention_options
     if model.attention == "softmax":
         return 2 * s * s * d
     if model.attention == "linformer":
         blocks, size = -(-s // options.block), options.block
         rows = (blocks - 1) * options.rank
         return 2 * blocks * size * (rows + size) * d + 2 * size * rows * d
-    chunk, features, width = min(CHUNK, s), attention_features(model), d // model.heads + 1
+    chunk, features, width = min(CHUNK, s), attention_features(model), model.head_width + 1
     tokens = -(-s // chunk) * chunk
     maps = 2 * s * features * d if model.attention == "performer" else 0
     return maps + model.heads * (tokens * chunk * (features + width) + 2 * (tokens - chunk) * features * width)
@@ -310,14 +315,17 @@ def attention_saved(model: Model) -> int:
     softmax: no scores. linformer: the keys and values that a block sees. cosformer, performer: for each head, features,
     weights within the chunk and, in all but the last chunk, the sums and what they are made of.
     """
-    d, options = model.dim, model.attention_options
-    saved = 4 * d + (3 * d if model.positions == "rotary" else 0)
+    d, options = model.heads * model.head_width, model.attention_options
+    read = model.value_heads * model.head_width
+    saved = 2 * d + 2 * read + ((3 * (d + read) // 2) if model.positions == "rotary" else 0)
+    if model.qk_norm:
+        saved += d + read
     if model.attention == "softmax":
         return saved
     if model.attention == "linformer":
         rows = (-(-model.context // options.block) - 1) * options.rank
         return saved + d + 2 * d * (rows + options.block) // options.block
-    chunk, features, width = min(CHUNK, model.context), attention_features(model), d // model.heads
+    chunk, features, width = min(CHUNK, model.context), attention_features(model), model.head_width
     count = -(-model.context // chunk)
     near = 6 * features + width + 3 * chunk if model.attention == "performer" else 2 * features + width + 2 * chunk
     far = (2 * features + width + features * width // chunk) * (count - 1) // count
@@ -326,15 +334,15 @@ def attention_saved(model: Model) -> int:
 
 def attention_features(model: Model) -> int:
     """Features of a head: Performer's number is set by the recipe; cosFormer has a cosine and a sine of each entry."""
-    return model.attention_options.features if model.attention == "performer" else 2 * (model.dim // model.heads)
+    return model.attention_options.features if model.attention == "performer" else 2 * model.head_width
 
 
 def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_size: int) -> dict[str, int]:
     """An estimate of the memory that training takes in one process, by what it holds.
 
-    weights, gradients, moments: fp32, 4 + 4 + 8 bytes per parameter under Adam, and 2 for the copy that a GPU reads in
-    bf16 and fp16; for values and hash tables, `row_gradient_bytes` instead of a gradient. What `train.only` freezes has
-    only weights.
+    weights, gradients, moments: fp32, 4 + 4 + 8 bytes per parameter under Adam (under Muon 4 + 4 + 4), and 2 for the
+    copy that a GPU reads in bf16 and fp16; for values and hash tables, `row_gradient_bytes` instead of a gradient. What
+    `train.only` freezes has only weights.
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward pass, without dropout
     (with `train.recompute`: each block's input, and everything for one block); 2 bytes per number in bf16 and fp16,
     otherwise 4; SDPA is assumed to keep no s^2 scores.
@@ -354,6 +362,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     parameters = dense + sum(table.parameters for table in tables)
     tokens = train.micro_batch * model.context
     moving = dense if train.only == "all" else 0
+    by_muon = sum(block.matrices for block in blocks) if moving and recipe.optim.matrices == "muon" else 0
     # Below the first memory, nothing is kept for values alone.
     below = min(model.memory_places()) - 1 if train.only == "values" else 0
     saved = [block.saved for block in blocks[below:]]
@@ -362,7 +371,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     return {
         "weights": (6 if in_half_precision(recipe) else 4) * parameters,
         "gradients": 4 * moving + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in tables),
-        "moments": 8 * moving + sum(moment_bytes(recipe, table) for table in tables),
+        "moments": 8 * moving - 4 * by_muon + sum(moment_bytes(recipe, table) for table in tables),
         "activations": tokens * (3 * model.dim + in_blocks) * (2 if in_half_precision(recipe) else 4),
         "logits": 8 * vocab_size * (min(tokens, tokens_of_chunk("cpu", vocab_size)) + model.dim),
         "search": 4 * min(SCORES["cpu"], tokens * scores),

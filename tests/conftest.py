@@ -87,6 +87,35 @@ def tokens(novels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def model_2019(**keys: Any) -> Any:
+    """The section `model` of a recipe, with the block of 2019 where the keys do not say otherwise."""
+    from pkmlm.recipe.schema import Model
+
+    return Model(**{**OLD_MODEL, **keys})
+
+
+def optim_2019(**keys: Any) -> Any:
+    """The section `optim`, likewise."""
+    from pkmlm.recipe.schema import Optim
+
+    return Optim(**{**OLD_OPTIM, **keys})
+
+
+def recipe_2019(**sections: Any) -> Any:
+    """A recipe, likewise."""
+    from pkmlm.recipe.schema import Recipe
+
+    return Recipe(**{"model": model_2019(), "optim": optim_2019(), **sections})
+
+
+# As in recipes/block-2019.yaml.
+OLD_MODEL: dict[str, Any] = {
+    **{"norm": "layer", "ffn": "gelu", "positions": "learned", "qk_norm": False, "document_mask": False},
+    **{"bias": "all", "tie_embeddings": True, "init": "small"},
+}
+OLD_OPTIM: dict[str, Any] = {
+    **{"lr": 2.5e-4, "matrices": "adamw", "betas": (0.9, 0.98), "schedule": "inverse-sqrt", "warmup_steps": 4000},
+}
 KEYS = "heads: 2, topk: 4, key_dim: 16, optim: {lr: 4e-3}"
 MODELS = {
     "dense": "null",
@@ -97,6 +126,7 @@ MODELS = {
     "peer": f"{{experts: {{kind: peer, layers: 2, num_keys: 16, {KEYS}}}}}",
     "ngram": "{ngrams: {kind: ngram, layers: [1, 2], orders: [2, 3], heads: 2, rows: 251, row_dim: 8}}",
     "hash": "{tables: {kind: hash, bits: 4, extra_bits: 2}}",
+    "modern": f"{{pkm: {{kind: product-key, layers: 2, num_keys: 16, {KEYS}}}}}",
     "mixed": "{ngrams: {kind: ngram, layers: 1, orders: [2], heads: 2, rows: 251, row_dim: 8}, "
     f"tables: {{kind: hash, layers: 1, bits: 4}}, pkm: {{kind: product-key, layers: [1+, 2], num_keys: 16, {KEYS}}}}}",
 }
@@ -109,9 +139,12 @@ def write_recipe(tokens: Path) -> Callable[[Path, str], Path]:
     def write(folder: Path, kind: str) -> Path:
         path = folder / f"{kind}.yaml"
         path.write_text(
-            f"""name: tiny-{kind}
+            f"""{"" if kind == "modern" else "base: block-2019"}
+name: tiny-{kind}
 data: {{dir: {tokens}}}
 model:
+  {"kv_heads: 1" if kind == "modern" else ""}
+  {"smear: true" if kind == "modern" else ""}
   dim: 32
   layers: 2
   heads: 2

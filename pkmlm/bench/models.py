@@ -78,7 +78,7 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: Se
         "double": [(f"dense-{2 * dense.layers}L", replace(dense, layers=2 * dense.layers))],
         "hash": [(f"hash-{dense.layers}L", replace(dense, memories={"tables": HashSpec()}))],
     }
-    return [variant(kind, name, recipe, model) for kind in kinds for name, model in models[kind]]
+    return [variant(each, name, recipe, model) for each in kinds for name, model in models[each]]
 
 
 def resized(memories: Mapping[str, Spec], num_keys: int) -> dict[str, Spec]:
@@ -92,13 +92,13 @@ def most_rows(model: Model) -> int:
     return max((table.rows for tables in sizes for table in tables), default=0)
 
 
-def variant(kind: str, name: str, recipe: Recipe, model: Model) -> Variant:
+def variant(which: str, name: str, recipe: Recipe, model: Model) -> Variant:
     """The recipe with another model, for one process. Only memories of its own can be fine-tuned by slots."""
     recipe = replace(recipe, model=model, parallel=Parallel())
-    if kind != "memory":
+    if which != "memory":
         recipe = replace(recipe, train=replace(recipe.train, only="all"), finetune=Finetune())
     recipe = check_recipe(recipe)
-    return Variant(kind, name, recipe, cost_of(recipe, model.vocab_size or 0))
+    return Variant(which, name, recipe, cost_of(recipe, model.vocab_size or 0))
 
 
 def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str]) -> list[Variant]:
@@ -107,7 +107,7 @@ def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str])
     """
     memories = recipe.model.memories
     possible = {"memory": bool(memories), "hash": hash_tables_fit(recipe.model)}
-    kinds = [kind for kind in MODELS if (kind in kinds if kinds else possible.get(kind, True))]
+    kinds = [each for each in MODELS if (each in kinds if kinds else possible.get(each, True))]
     resizable = "memory" in kinds and any(memory.with_keys(1) for memory in memories.values())
     if num_keys and not resizable:
         raise UserError("--slots: no model here has a memory with sub-keys", "leave --slots out")

@@ -16,7 +16,8 @@ from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer
 from pkmlm.train.step import train_step
 
-PHASES = {"forward": "forward", "step": "step", "token": "token, fp32"}  # with their names in tables
+DECODING = "token"
+PHASES = {"forward": "forward", "step": "step", DECODING: "token, fp32"}  # with their names in tables
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class TrainingTimes:
         recipe = self.models[0].recipe
         steps = f"steps of {recipe.train.batch_tokens:,} tokens, {recipe.train.micro_batch} sequences a forward"
         found = [Table(f"{recipe.name}: {steps}, {self.precision}", columns, rows)]
-        if "token" in self.phases:
-            seconds = [self.times[index, "token"].median for index in range(len(self.models))]
+        if DECODING in self.phases:
+            seconds = [self.times[index, DECODING].median for index in range(len(self.models))]
             found.append(reading_table(self.models, seconds, self.bandwidth))
         return found
 
@@ -87,7 +88,7 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Say) 
         if recipe.model.attention == "softmax":
             prompt_1T = random_tokens(recipe.model.vocab_size or 0, 1, max(1, recipe.model.context // 2)).to(device)
             filled = prefilled(model.eval(), prompt_1T[:, :-1])
-            actions[index, "token"] = partial(one_token, model, filled, prompt_1T[:, -1:])
+            actions[index, DECODING] = partial(one_token, model, filled, prompt_1T[:, -1:])
     times, bandwidth = interleaved_with_copy(actions, rounds, device, say)
     return TrainingTimes(chosen, times, precision, bandwidth)
 

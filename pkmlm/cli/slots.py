@@ -12,7 +12,7 @@ from pkmlm.errors import UserError
 if TYPE_CHECKING:
     from pkmlm.evaluate.documents import TextChoice
 
-DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
+DEFAULT_TOP = {"slots": 20, "contexts": 10, "reads": 3}  # rows of each report
 
 
 @click.command()
@@ -27,7 +27,7 @@ DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of 
     type=click.IntRange(min=1),
     metavar="N",
     help=f"How many to show. Default: {DEFAULT_TOP['slots']} slots; with --slot, {DEFAULT_TOP['contexts']} contexts "
-    f"of it; with PROMPT, {DEFAULT_TOP['token']} slots for each token.",
+    f"of it; with PROMPT, {DEFAULT_TOP['reads']} slots for each token.",
 )
 @base_option
 @step_option
@@ -85,7 +85,7 @@ def command(
     found = find_memory(run.model, ":".join(filter(None, (layer, memory))) or None)
     warnings: tuple[str, ...] = ()
     if prompt is not None:
-        record = report_prompt(run, found, prompt, top or DEFAULT_TOP["token"])
+        record = report_prompt(run, found, prompt, top or DEFAULT_TOP["reads"])
         parts: list[Table | str] = [prompt_table(record)]
     else:
         shown = top or DEFAULT_TOP["slots" if slot is None else "contexts"]

@@ -25,11 +25,11 @@ class Batch(NamedTuple):
 class Batches:
     """The training sequences of a corpus, in a fresh pseudo-random order each epoch.
 
-    The corpus is one stream of tokens, every document followed by the end-of-document token, cut into pieces of
-    `context` targets; the input of a piece is the token before it and all of the piece but its last token. The
-    stream's first input is the end-of-document token, so every document starts after one. The stream's last piece may
-    be short: its input continues at the start of the corpus, and those targets are not scored. Each token is thus
-    scored once an epoch.
+    An epoch is one stream of tokens, every document followed by the end-of-document token, cut into pieces of `context`
+    targets; the input of a piece is the token before it and all of the piece but its last token. The stream's first
+    input is the end-of-document token, so every document starts after one. The stream's last piece may be short: its
+    input continues at the start of the stream, and those targets are not scored. Each token is thus scored once an
+    epoch. In the first epoch the documents stand as in the corpus; in each later one they are shuffled anew.
 
     Args:
         corpus: the training split.
@@ -41,6 +41,7 @@ class Batches:
     def __init__(self, corpus: Corpus, context: int, sequences: int, seed: int):
         self.corpus, self.context, self.batch, self.seed = corpus, context, sequences, seed
         self.pieces = -(-corpus.tokens // context)
+        self._streams: dict[int, Shuffled] = {}
 
     @classmethod
     def of(cls, corpus: Corpus, recipe: Recipe) -> "Batches":
@@ -51,7 +52,8 @@ class Batches:
         """The number of scored targets in the global batch of `step` (from 1)."""
         last = self.corpus.tokens - (self.pieces - 1) * self.context
         missing = self.context - last
-        return self.batch * self.context - missing * int((self._numbers(step, 0, self.batch) == self.pieces - 1).sum())
+        short = sum(number == self.pieces - 1 for _, number in self._numbers(step, 0, self.batch))
+        return self.batch * self.context - missing * short
 
     def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
         """Micro-batch `index` (from 0) of global batch `step` (from 1) for one rank; int64 on the CPU.
@@ -60,33 +62,74 @@ class Batches:
         of (size, world) with the same product.
         """
         first = (index * world + rank) * size
-        pieces = [self._piece(int(number)) for number in self._numbers(step, first, size)]
+        pieces = [self._piece(epoch, number) for epoch, number in self._numbers(step, first, size)]
         tokens_BT, targets_BT = (torch.from_numpy(np.stack(part)) for part in zip(*pieces, strict=True))
         return Batch(tokens_BT, targets_BT)
 
-    def _piece(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _stream(self, epoch: int) -> "Corpus | Shuffled":
+        """The documents of an epoch, in its order; of two epochs at most, which a batch may span."""
+        if epoch == 0 or self.corpus.documents == 1:
+            return self.corpus
+        if epoch not in self._streams:
+            last = {old: stream for old, stream in self._streams.items() if old == epoch - 1}
+            self._streams = {**last, epoch: Shuffled(self.corpus, derived_seed(self.seed, "documents", epoch))}
+        return self._streams[epoch]
+
+    def _piece(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Input and target ids of one piece, (T,) each."""
+        documents = self._stream(epoch)
         start, stop = number * self.context, (number + 1) * self.context
-        stream = self.corpus.read(max(0, start - 1), min(stop, self.corpus.tokens))
+        stream = documents.read(max(0, start - 1), min(stop, self.corpus.tokens))
         if start == 0:
             stream = np.concatenate([[self.corpus.eos], stream])
         targets = np.full(self.context, IGNORED)
         targets[: len(stream) - 1] = stream[1:]
         while len(stream) < self.context:
-            stream = np.concatenate([stream, self.corpus.read(0, min(self.corpus.tokens, self.context - len(stream)))])
+            stream = np.concatenate([stream, documents.read(0, min(self.corpus.tokens, self.context - len(stream)))])
         return stream[: self.context], targets
 
-    def _numbers(self, step: int, first: int, size: int) -> np.ndarray:
-        """The piece numbers of `size` sequences of a global batch, in order, from sequence `first` on."""
+    def _numbers(self, step: int, first: int, size: int) -> list[tuple[int, int]]:
+        """The epochs and pieces of `size` sequences of a global batch, in order, from sequence `first` on."""
         start = (step - 1) * self.batch + first
         drawn = np.arange(start, start + size)
         epochs, positions = drawn // self.pieces, drawn % self.pieces
-        return np.concatenate(
-            [
-                permute(positions[epochs == epoch], self.pieces, derived_seed(self.seed, "order", int(epoch)))
-                for epoch in np.unique(epochs)
-            ]
-        )
+        return [
+            (epoch, number)
+            for epoch in np.unique(epochs).tolist()
+            for number in permute(
+                positions[epochs == epoch], self.pieces, derived_seed(self.seed, "order", epoch)
+            ).tolist()
+        ]
+
+
+class Shuffled:
+    """The documents of a corpus in a pseudo-random order, as one stream.
+
+    It holds 16 bytes a document.
+
+    Args:
+        corpus: of which it is made.
+        seed: determines the order.
+    """
+
+    def __init__(self, corpus: Corpus, seed: int):
+        self.corpus = corpus
+        bounds = corpus.boundaries(0, corpus.documents)
+        order = permute(np.arange(corpus.documents), corpus.documents, seed)
+        self._from = bounds[order]  # where each document begins in the corpus
+        lengths = bounds[order + 1] - self._from
+        self._to = np.concatenate([[0], np.cumsum(lengths)])  # where it begins here, and where the last one ends
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The ids from `start` up to `stop`: int64, (stop - start,)."""
+        parts, at = [np.empty(0, np.int64)], start
+        document = int(np.searchsorted(self._to, start, "right")) - 1
+        while at < stop:
+            end = min(stop, int(self._to[document + 1]))
+            first = int(self._from[document]) + at - int(self._to[document])
+            parts.append(self.corpus.read(first, first + end - at))
+            at, document = end, document + 1
+        return np.concatenate(parts)
 
 
 def permute(positions: np.ndarray, size: int, seed: int) -> np.ndarray:

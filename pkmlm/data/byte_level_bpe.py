@@ -146,7 +146,7 @@ def check_kind(spec: Mapping[str, Any], name: str) -> None:
     if decoder != ["ByteLevel"] or "ByteLevel" not in pre_tokenizer:
         found = f"decoder {', '.join(decoder) or 'none'}, pre_tokenizer {', '.join(pre_tokenizer) or 'none'}"
         raise UserError(f"{name} is not byte-level: found {found} (expected ByteLevel)", HINT)
-    if others := [kind for kind in kinds(spec.get("normalizer")) if kind != "NFC"]:
+    if others := [each for each in kinds(spec.get("normalizer")) if each != "NFC"]:
         raise UserError(f"{name} is lossy: its normalizer {others[0]} changes text", HINT)
     model = spec.get("model")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
@@ -171,7 +171,7 @@ def kinds(part: Any) -> list[str]:
         return []
     if part.get("type") != "Sequence":
         return [str(part.get("type"))]
-    return [kind for value in part.values() if isinstance(value, list) for inner in value for kind in kinds(inner)]
+    return [each for value in part.values() if isinstance(value, list) for inner in value for each in kinds(inner)]
 
 
 def end_of(tokens: Sequence[AddedToken], name: str) -> str:

@@ -124,7 +124,7 @@ def warn_of_separator(index: Index, warn: Warn) -> None:
         counts["train" if name in index.held_out else name] += split.documents + split.empty
     divided = any(
         documents != len(index.splits[name].sources)  # one novel to test on is one document
-        or any(kind in origin.name.lower() for origin in index.splits[name].sources for kind in (".jsonl", ".parquet"))
+        or any(end in origin.name.lower() for origin in index.splits[name].sources for end in (".jsonl", ".parquet"))
         for name, documents in counts.items()
     )
     if index.separator is not None and not divided:

@@ -113,7 +113,7 @@ class Stream:
         try:
             self.unread = self.read(4)
             if compression is None:
-                compression = next((kind for magic, kind in MAGIC.items() if self.unread.startswith(magic)), None)
+                compression = next((name for magic, name in MAGIC.items() if self.unread.startswith(magic)), None)
             yield from {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression](self)
             if compression and not self.count:
                 raise EOFError("the file is empty")

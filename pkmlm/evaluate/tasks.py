@@ -127,16 +127,17 @@ def stock_config(name: str, manager: TaskManager) -> Json:
 
 def load_task(config: Json, own: Path | None, manager: TaskManager, folder: Path | None) -> ZeroShotTask:
     """A task from its definition, with its rows."""
-    name, kind, shots = config.get("task"), config.get("output_type", "generate_until"), config.get("num_fewshot") or 0
+    name, shots = config.get("task"), config.get("num_fewshot") or 0
+    output = config.get("output_type", "generate_until")
     if not isinstance(name, str):
         raise UserError(f"{own}: no key 'task' with the task's name (expected an lm-eval task)")
     where = own or f"--tasks: {name}"
-    if kind not in KINDS:
-        raise UserError(f"{where}: output_type is {kind} (expected {', '.join(KINDS)})")
+    if output not in KINDS:
+        raise UserError(f"{where}: output_type is {output} (expected {', '.join(KINDS)})")
     scored = "validation_split" if config.get("test_split") is None else "test_split"
-    needed = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if kind == "multiple_choice" else [])]
+    needed = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if output == "multiple_choice" else [])]
     if missing := [key for key in needed if own and key not in config]:
-        raise UserError(f"{own}: no key {missing[0]!r}, which output_type {kind} needs")
+        raise UserError(f"{own}: no key {missing[0]!r}, which output_type {output} needs")
     if not isinstance(config.get(scored), str):
         raise UserError(f"{where}: no test_split or validation_split, so nothing to score (expected a name)")
     if type(shots) is not int or shots < 0:

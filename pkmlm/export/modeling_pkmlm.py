@@ -17,11 +17,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
 from pkmlm.kernels.matmul import Linear
+from pkmlm.memory.base import memories
 from pkmlm.memory.init import Constant, Normal, fill, init_spec_of, linear_std
+from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import Spec
-from pkmlm.memory.table import tables_of
-from pkmlm.model.attention import AttentionLayout, KVCache
+from pkmlm.memory.table import Values, tables_of
+from pkmlm.model.attention import AttentionLayout, KVCache, positions_of
 from pkmlm.model.transformer import Network, build_parts, kept_in_fp32
 from pkmlm.recipe.shape import Shape
 
@@ -75,18 +77,17 @@ class SharedCache(KVCache):
         """As in the base class, along dimension 1; every forward appends the same names in the same order."""
         place = self.blocks + len(self.names)
         self.names.append(name)
-        while len(self.cache.layers) <= place:
-            self.cache.layers.append(DynamicLayer())
+        layers = self.cache.layers
+        if not self.length:
+            del layers[place:]  # early releases of transformers 5 leave something in a cache that they reset
+        while len(layers) <= place:
+            layer: Any = DynamicLayer()
+            layer.max_batch_size = len(x)  # they also compare what a cache of fixed size has room for in all layers
+            layer.max_cache_len = getattr(layers[0], "max_cache_len", None) if layers else None
+            layers.append(layer)
         x_B1TX = x.reshape(len(x), 1, x.shape[1], -1)
-        x_BSX = self.cache.layers[place].update(x_B1TX, x_B1TX[..., :1])[0][:, 0]
+        x_BSX = layers[place].update(x_B1TX, x_B1TX[..., :1])[0][:, 0]
         return x_BSX.reshape(*x_BSX.shape[:2], *x.shape[2:])
-
-
-def positions(mask: Tensor | None, in_order_1T: Tensor) -> Tensor:
-    """The positions of the new tokens (B or 1, T), counted from the first that is not padding."""
-    if mask is None or mask.ndim == 4:
-        return in_order_1T
-    return (mask.long().cumsum(1) - 1).clamp(min=0)[:, in_order_1T[0]]
 
 
 def documents(positions_BT: Tensor | None) -> Tensor | None:
@@ -100,10 +101,10 @@ def documents(positions_BT: Tensor | None) -> Tensor | None:
 
 
 def seen_by(mask: Tensor | None, document_BT: Tensor | None, in_order_1T: Tensor) -> Tensor:
-    """What each new token sees of all positions so far: (B or 1, T, S), as attention takes it.
+    """What each new token sees of all positions so far: (B or 1, T, S), bool.
 
     Args:
-        mask: (B, S), false for padding; or (B, 1, T, S), which is used as it is; None: there is no padding.
+        mask: (B, S), false for padding; or (B, 1, T, S), false or below 0 for what is not seen; None: no padding.
         document_BT: the number of each token's document, where nothing is past; None: all are of one.
         in_order_1T: the places of the new tokens.
 
@@ -115,7 +116,8 @@ def seen_by(mask: Tensor | None, document_BT: Tensor | None, in_order_1T: Tensor
     if mask is not None and mask.ndim == 4:
         if mask.shape[1] > 1:
             raise ValueError(f"attention_mask has {mask.shape[1]} heads (expected one mask for all)")
-        return mask[:, 0, :, : len(key_S)]
+        seen_BTS = mask[:, 0, :, : len(key_S)]
+        return seen_BTS if seen_BTS.dtype == torch.bool else seen_BTS == 0
     seen_BTS = (key_S <= query_T1)[None]
     if document_BT is not None:
         seen_BTS = seen_BTS & (document_BT[:, :, None] == document_BT[:, None, :])
@@ -126,13 +128,28 @@ def seen_by(mask: Tensor | None, document_BT: Tensor | None, in_order_1T: Tensor
     return seen_BTS
 
 
-def seen_by_the_next(mask_BTS: Tensor) -> Tensor:
-    """Which positions so far the one after each sees: (B, S), bool; from what the new tokens see."""
-    seen_BTS = mask_BTS if mask_BTS.dtype == torch.bool else mask_BTS == 0
+def seen_by_the_next(seen_BTS: Tensor) -> Tensor:
+    """Which positions so far the one after each sees: (B or 1, S), bool; from what the new tokens see."""
     before = seen_BTS.shape[2] - seen_BTS.shape[1] - 1  # the place before the first new token
     of_new_BT = seen_BTS.diagonal(before, 1, 2)
     of_old_BS = seen_BTS[:, 0, : max(0, before)]  # what the first new token sees is real
     return pad(torch.cat([of_old_BS, of_new_BT], 1), (0, 1), value=True)
+
+
+def layout_of(seen_BTS: Tensor, positions_BT: Tensor | None) -> AttentionLayout:
+    """Mask and positions; positions that only count what each token sees are left out."""
+    count_BT = seen_BTS.sum(-1) - 1
+    counted = positions_BT is None or bool(((positions_BT == count_BT) | (count_BT <= 0)).all())
+    return AttentionLayout(None if counted else positions_BT, seen_BTS)
+
+
+@torch.no_grad()
+def resize_table(table: Values, rows: int) -> None:
+    """Leave out the last rows of a table, or add rows of zeros."""
+    for name, tensor in [*table.named_parameters(), *table.named_buffers()]:
+        kept = tensor[:rows]
+        resized = torch.cat([kept, kept.new_zeros(rows - len(kept), *kept.shape[1:])])
+        setattr(table, name, nn.Parameter(resized, tensor.requires_grad) if name == "weight_KD" else resized)
 
 
 class PkmlmPreTrainedModel(PreTrainedModel):
@@ -146,8 +163,16 @@ class PkmlmPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As in the library; the ids that memories read by are resized, too: a new token's is its own number."""
+        """As in the library; so are the ids that memories read by, of which a new token's is its own number, and tables
+        with a row for each token, of which a new one's is 0.
+        """
+        before = self.config.vocab_size
         embedding = super().resize_token_embeddings(*args, **kwargs)
+        for memory in memories(self):
+            shapes = (memory.spec.tables(self.config.dim, rows) for rows in (before, embedding.num_embeddings))
+            for table, old, new in zip(memory.read_tables(), *shapes, strict=False):
+                if old.rows != new.rows:
+                    resize_table(table, new.rows)
         for name, ids in self.base_model.token_ids.items():
             kept_V = ids.ids_V[: embedding.num_embeddings]
             ids.ids_V = torch.cat([kept_V, torch.arange(len(kept_V), embedding.num_embeddings, device=kept_V.device)])
@@ -177,6 +202,7 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
             raise ValueError(f"table_bits {config.table_bits!r} is not known here (expected None, 8 or 4)")
         section: Any = Section(config)
         self.assemble(section, config.vocab_size, *build_parts(section, config.vocab_size))
+        self.reads_tokens = section.smear or any(memory.lookback for memory in section.memories.values())
         for table in tables_of(self).values():
             if config.table_bits is not None:
                 table.hold_bits(config.table_bits)
@@ -200,6 +226,20 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
             tensors[name].data = tensors[name].data.float()
         return self
 
+    def train(self, mode: bool = True) -> Any:
+        """As in torch; but batch-normalised queries keep their statistics, which padding would change."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, QueryBatchNorm):
+                module.training = False
+        return self
+
+    def stand_ins(self, embedded_BTD: Any) -> Tensor:
+        """Tokens for embeddings that are given without any: none begins a document."""
+        begins: list[Any] = [ids.ids_V == 0 for ids in self.token_ids.values()]
+        token = int(begins[0].long().argmin()) if begins else 0
+        return torch.full(embedded_BTD.shape[:2], token, device=embedded_BTD.device)
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -215,7 +255,7 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
         """The final norm's output.
 
         Args:
-            attention_mask: (B, S), false for padding; or (B, 1, T, S), as `scaled_dot_product_attention` takes it.
+            attention_mask: (B, S), false for padding; or (B, 1, T, S), which tokens each token sees: true, or 0.
             position_ids: (B, T); None: counted from the first that is not padding. Without a mask and a cache, a
                 document begins wherever they do not go on by one; it sees nothing before it.
             cache: the keys and values of earlier positions, a `Cache`; transformers before 5.24 calls it
@@ -227,33 +267,31 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if input_ids is None and self.token_ids:
-            raise ValueError("a memory of this model reads tokens: give input_ids, not inputs_embeds")
+        if input_ids is None and self.reads_tokens:
+            raise ValueError("this model looks rows up by the tokens: give input_ids, not inputs_embeds")
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         new, cache = given.shape[1], past_key_values if cache is None else cache
         past = 0 if cache is None else int(cache.get_seq_length())
-        in_order_1T = torch.arange(past, past + new, device=given.device)[None]
         if attention_mask is not None and attention_mask.ndim == 2 and bool(attention_mask.all()):
             attention_mask = None
+        in_order_1T = torch.arange(past, past + new, device=given.device)[None]
         if attention_mask is None and position_ids is not None and bool((position_ids == in_order_1T).all()):
             position_ids = None
         document_BT = None if past or attention_mask is not None else documents(position_ids)
         if document_BT is not None and (cache is not None or use_cache):
             raise ValueError("documents in a row (by their position_ids) are read without a cache")
-        longest = past + new if document_BT is None or position_ids is None else int(position_ids.max()) + 1
+        layout = None
+        if attention_mask is not None or position_ids is not None:
+            layout = layout_of(seen_by(attention_mask, document_BT, in_order_1T), position_ids)
+        longest = past + new if layout is None or document_BT is None else int(positions_of(layout).max()) + 1
         if longest > self.context:
             raise ValueError(f"{longest} positions do not fit the context of {self.context}")
         config: Any = self.config
         if cache is None and document_BT is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache()
-        layout = None
-        if attention_mask is not None or position_ids is not None:
-            if position_ids is None:
-                position_ids = positions(attention_mask, in_order_1T)
-            layout = AttentionLayout(position_ids, seen_by(attention_mask, document_BT, in_order_1T))
         states = []
         for x_BTD in self.states(
-            input_ids,
+            self.stand_ins(inputs_embeds) if input_ids is None else input_ids,
             None if cache is None else SharedCache(cache, len(self.blocks), self.context),
             layout,
             seen_BS=None if layout is None else seen_by_the_next(layout.mask_BTT),

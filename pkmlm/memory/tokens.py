@@ -34,11 +34,23 @@ class Past(NamedTuple):
         places_BTj: the place of the token itself, counted from 1 among all positions so far, then of the one before it,
             and so on; 0: there is none.
         cache: holds what the layers have computed for earlier positions; None: all positions are new.
+        begins_BS: which positions so far begin a document.
     """
 
     ids_BTG: Tensor
     places_BTj: Tensor
     cache: History | None
+    begins_BS: Tensor
+
+    def earlier(self, name: str, x_BTD: Tensor, places_BTi: Tensor) -> list[Tensor]:
+        """What new positions x (B, T, D), and those before them, hold at i places, each (B, T, D); zero at place 0.
+
+        Args:
+            name: under which the cache keeps the positions.
+        """
+        if self.cache is None:
+            return at_places(x_BTD, places_BTi)
+        return at_few_places(self.cache.append(name, x_BTD), places_BTi)
 
 
 class TokenIds(nn.Module):
@@ -104,4 +116,21 @@ class TokenIds(nn.Module):
             places.append(before_BZ.gather(1, places[-1]))
         ids_BTG = torch.stack([ids_BZ.gather(1, place) for place in places[: self.order]], -1)
         self.tap.tell(ids_BTG.flatten(0, 1))
-        return Past(ids_BTG, torch.stack(places, -1), cache)
+        return Past(ids_BTG, torch.stack(places, -1), cache, ids_BS == 0)
+
+
+def at_places(x_BSD: Tensor, places_BTi: Tensor) -> list[Tensor]:
+    """x at i places, counted from 1, each (B, T, D); zero at place 0."""
+    x_BZD = pad(x_BSD, (0, 0, 1, 0))  # from place 0 on
+    places_BTi = places_BTi + (torch.arange(len(x_BZD), device=x_BSD.device) * x_BZD.shape[1])[:, None, None]
+    x_ZD, shape = x_BZD.flatten(0, 1), (*places_BTi.shape[:2], x_BSD.shape[-1])
+    return [x_ZD.index_select(0, place_BT.flatten()).view(shape) for place_BT in places_BTi.unbind(-1)]
+
+
+def at_few_places(x_BSD: Tensor, places_BTi: Tensor) -> list[Tensor]:
+    """As `at_places`, but without copying x, which may be a cache of thousands of positions."""
+    batch_B1 = torch.arange(len(x_BSD), device=x_BSD.device)[:, None]
+    return [
+        x_BSD[batch_B1, (place_BT - 1).clamp(min=0)].masked_fill((place_BT == 0)[..., None], 0)
+        for place_BT in places_BTi.unbind(-1)
+    ]

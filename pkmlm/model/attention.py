@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from pkmlm.kernels.matmul import at_least_fp32, without_autocast
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 
 if TYPE_CHECKING:
     from pkmlm.recipe.schema import Model
 
-ROTARY_BASE = 10_000.0
+HEAD_NORM_EPSILON = 1e-6  # of the norm of queries and keys
 
 
 @dataclass
@@ -51,17 +52,46 @@ class AttentionLayout(NamedTuple):
     """Positions and mask of tokens that are not a plain sequence, but several sequences in a row that share a prefix.
 
     Attributes:
-        positions_BT: the position of each token.
+        positions_BT: the position of each token; None: as many as the tokens that it attends to before itself.
         mask_BTT: which tokens each token attends to (bool), itself included; after a cache (B, T, S), of all so far.
     """
 
-    positions_BT: Tensor
+    positions_BT: Tensor | None
     mask_BTT: Tensor
 
 
-def rotation(positions_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def within_documents(begins_BS: Tensor, new: int, layout: AttentionLayout | None = None) -> AttentionLayout | None:
+    """The layout of tokens that attend to their own document alone, and whose positions are counted from its beginning.
+
+    Args:
+        begins_BS: which positions so far begin a document (bool).
+        new: how many of them are new (T), the last ones.
+        layout: positions and mask of tokens that are not a plain sequence: it keeps the positions.
+
+    Returns:
+        None where all tokens are of one document and a plain sequence (on a GPU this is not found out: it would wait).
+    """
+    if layout is None and begins_BS.device.type == "cpu" and not bool(begins_BS[:, 1:].any()):
+        return None
+    document_BS = begins_BS.cumsum(1)
+    same_BTS = document_BS[:, -new:, None] == document_BS[:, None]
+    if layout is not None:
+        return layout._replace(mask_BTT=layout.mask_BTT & same_BTS)
+    place_S = torch.arange(begins_BS.shape[1], device=begins_BS.device)
+    first_BS = (begins_BS * place_S).cummax(1).values
+    return AttentionLayout((place_S - first_BS)[:, -new:], same_BTS & (place_S[-new:, None] >= place_S))
+
+
+def positions_of(layout: AttentionLayout) -> Tensor:
+    """The position of each token (B, T)."""
+    if layout.positions_BT is not None:
+        return layout.positions_BT
+    return (layout.mask_BTT.sum(-1) - 1).clamp(min=0)
+
+
+def rotation(positions_T: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., T, width / 2) of rotary positions (..., T), int64, in fp32."""
-    frequency = ROTARY_BASE ** (-torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width)
+    frequency = base ** (-torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width)
     angle_Tw = positions_T[..., None] * frequency
     return angle_Tw.cos(), angle_Tw.sin()
 
@@ -79,12 +109,19 @@ def rotate(x_BhTe: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([a * cos_Tw - b * sin_Tw, b * cos_Tw + a * sin_Tw, rest], -1)
 
 
+def normed(norm: nn.RMSNorm, x_BhTe: Tensor) -> Tensor:
+    """Each head's queries or keys, normalised in fp32 or wider; in their dtype."""
+    with without_autocast(x_BhTe.device):
+        return norm(at_least_fp32(x_BhTe)).to(x_BhTe.dtype)
+
+
 class Attention(nn.Module):
     """Multi-head causal attention. With anything but a softmax it reads whole sequences only: no cache, no layout.
 
     Args:
-        model: the recipe's section: its `dim`, `heads`, `context`, `dropout`, `attention` and `attention_options`.
-        qkv: maps (B, T, D) to (B, T, 3D): a linear map, or one hash layer for all three (MemoryFormer).
+        model: the recipe's section.
+        qkv: maps (B, T, D) to queries, keys and values, side by side: a linear map, or one hash layer for all three
+            (MemoryFormer).
         out: the output projection; None where there is none (MemoryFormer).
         index: of the block, counted from 0, for the cache.
 
@@ -94,8 +131,11 @@ class Attention(nn.Module):
 
     def __init__(self, model: "Model", qkv: nn.Module, out: nn.Module | None, index: int):
         super().__init__()
-        self.heads, self.dropout, self.index = model.heads, model.dropout, index
+        self.heads, self.value_heads, self.width = model.heads, model.value_heads, model.head_width
+        self.dropout, self.index = model.dropout, index
         self.qkv, self.out = qkv, out
+        self.query_norm = nn.RMSNorm(self.width, HEAD_NORM_EPSILON) if model.qk_norm else None
+        self.key_norm = nn.RMSNorm(self.width, HEAD_NORM_EPSILON) if model.qk_norm else None
         self.efficient: nn.Module | None = None
         match model.attention:
             case "linformer":
@@ -104,7 +144,7 @@ class Attention(nn.Module):
             case "cosformer":
                 self.efficient = CosFormer(model.context)
             case "performer":
-                self.efficient = Performer(model.dim // model.heads, model.attention_options.features)
+                self.efficient = Performer(model.head_width, model.attention_options.features)
 
     def forward(
         self,
@@ -126,11 +166,13 @@ class Attention(nn.Module):
         Raises:
             ValueError: a cache or a layout with anything but a softmax.
         """
-        batch, new, dim = x_BTD.shape
-        split = self.qkv(x_BTD).view(batch, new, 3, self.heads, dim // self.heads)
-        q_BhTe, k_BhTe, v_BhTe = split.permute(2, 0, 3, 1, 4)
+        sizes = (self.heads, self.value_heads, self.value_heads)
+        split_BhTe = self.qkv(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        q_BhTe, k_BhTe, v_BhTe = split_BhTe.split(sizes, 1)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BhTe, k_BhTe = normed(self.query_norm, q_BhTe), normed(self.key_norm, k_BhTe)
         if more_BTD is not None:
-            v_BhTe = v_BhTe + more_BTD.to(v_BhTe.dtype).view(batch, new, self.heads, -1).transpose(1, 2)
+            v_BhTe = v_BhTe + more_BTD.to(v_BhTe.dtype).unflatten(-1, (-1, self.width)).transpose(1, 2)
         if cos_sin is not None:
             q_BhTe, k_BhTe = rotate(q_BhTe, cos_sin), rotate(k_BhTe, cos_sin)
         if self.efficient is None:
@@ -139,8 +181,8 @@ class Attention(nn.Module):
             mixed_BhTe = self.efficient(q_BhTe, k_BhTe, v_BhTe)
         else:
             raise ValueError("only softmax attention reads a cache or a layout")
-        y_BTD = mixed_BhTe.transpose(1, 2).reshape(batch, new, dim)
-        return y_BTD if self.out is None else self.out(y_BTD)
+        y_BTE = mixed_BhTe.transpose(1, 2).flatten(2)
+        return y_BTE if self.out is None else self.out(y_BTE)
 
     def _softmax(
         self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: KVCache | None, layout: AttentionLayout | None
@@ -158,4 +200,5 @@ class Attention(nn.Module):
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None and new == total and new > 1,
+            enable_gqa=self.value_heads < self.heads,
         )

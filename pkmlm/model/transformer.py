@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, relu
+from torch.nn.functional import gelu, relu, silu
 
 from pkmlm.errors import memory_errors
 from pkmlm.kernels.matmul import Linear, linear
 from pkmlm.memory.base import SparseMemory
-from pkmlm.memory.init import initialise, linear_std
+from pkmlm.memory.init import Constant, InitSpec, initialise, linear_std
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.spec import Lookback, Place, Site
 from pkmlm.memory.table import Pool, Values, tables_of
 from pkmlm.memory.tokens import Past, TokenIds
-from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
+from pkmlm.model.attention import Attention, AttentionLayout, KVCache, positions_of, rotation, within_documents
 from pkmlm.model.loss import summed_loss
 
 if TYPE_CHECKING:
@@ -27,28 +27,60 @@ if TYPE_CHECKING:
     from pkmlm.recipe.schema import Model, Recipe
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
+NORM_EPSILON = 1e-6  # of RMS norms
+SMEARED = 16
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "relu": relu, "swiglu": silu}
 Pasts = dict[str, Past]  # by the ids that a memory asks for: "canonical", "plain"
 
 
 class FFN(nn.Module):
-    """Two linear maps with an activation between.
+    """W3 act(W1 x), or with swiglu W3 (silu(W1 x) * W2 x) (Shazeer 2020, eq. 6); W1 and W2 are one map.
 
     Args:
-        model: the recipe's section: its `dim`, `ffn_dim` (null: four times `dim`), `bias` and `activation`.
-        share: factor of the last map's initial weights, as in every residual branch; GPT-2's is one over the square
-            root of the number of branches.
+        model: the recipe's section: its `dim`, `ffn`, `ffn_dim` and `bias`.
+        out_std: standard deviation of the last map's initial weights.
     """
 
-    def __init__(self, model: "Model", share: float):
+    def __init__(self, model: "Model", out_std: float):
         super().__init__()
-        inner = model.ffn_dim or 4 * model.dim
-        self.up = Linear(model.dim, inner, bias=model.bias)
-        self.down = Linear(inner, model.dim, model.bias, share * linear_std(inner, model.dim))
-        self.activation: Callable[[Tensor], Tensor] = gelu if model.activation == "gelu" else relu
+        self.gated, bias = model.ffn == "swiglu", model.bias == "all"
+        self.up = Linear(model.dim, (1 + self.gated) * model.inner, bias, linear_std(model.dim, model.inner))
+        self.down = Linear(model.inner, model.dim, bias, out_std)
+        self.activation = ACTIVATIONS[model.ffn]
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D), in the dtype of the maps."""
-        return self.down(self.activation(self.up(x_BTD)))
+        if not self.gated:
+            return self.down(self.activation(self.up(x_BTD)))
+        gate_BTI, up_BTI = self.up(x_BTD).chunk(2, -1)
+        return self.down(self.activation(gate_BTI) * up_BTI)
+
+
+class Smear(nn.Module):
+    """x[t] + s sigmoid(<w, x[t]>) x[t - 1] of a document's embeddings: a bigram for the price of few numbers (Jordan et
+    al., modded-nanogpt; Karpathy, nanochat). w is as wide as the first `SMEARED` entries; it and s start at 0.
+
+    Args:
+        dim: width of the stream (D).
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.gate = Linear(min(dim, SMEARED), 1, bias=False, initial_std=0.0)
+        self.scale_1 = nn.Parameter(torch.empty(1))
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"scale_1": Constant(0.0)}
+
+    def forward(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """The embeddings (B, T, D)."""
+        (before_BTD,) = past.earlier("smear", x_BTD, past.places_BTj[..., 1:2])
+        return x_BTD + self.scale_1 * torch.sigmoid(self.gate(x_BTD[..., :SMEARED])) * before_BTD
+
+
+def stream_norm(model: "Model") -> nn.Module:
+    """A norm of the residual stream."""
+    return nn.LayerNorm(model.dim) if model.norm == "layer" else nn.RMSNorm(model.dim, NORM_EPSILON)
 
 
 class Block(nn.Module):
@@ -79,9 +111,9 @@ class Block(nn.Module):
         reading = {**(before or {}), **(values or {})}
         self.ids = {name: memory.spec.lookback.ids for name, memory in reading.items() if memory.spec.lookback}
         self.parallel = model.residual == "parallel"
-        self.attention_norm = nn.LayerNorm(model.dim)
+        self.attention_norm = stream_norm(model)
         self.attention = attention
-        self.norm = nn.LayerNorm(model.dim)
+        self.norm = stream_norm(model)
         self.parts = nn.ModuleDict(parts)
         self.dropout = nn.Dropout(model.dropout)
 
@@ -129,17 +161,20 @@ class Network(nn.Module):
         """Make its parts, without initial weights; the arguments are those of `Transformer`."""
         self.context = model.context
         self.rotary_width = model.rotary_width if model.positions == "rotary" else 0
+        self.rotary_base = model.rotary_base
         self.embedding = uninitialized_embedding(vocab_size, model.dim)
         self.positions = uninitialized_embedding(model.context, model.dim) if model.positions == "learned" else None
+        self.smear = Smear(model.dim) if model.smear else None
         self.dropout = nn.Dropout(model.dropout)
         self.blocks = nn.ModuleList(blocks)
         self.pools = nn.ModuleDict({memory_key(name): pool for name, pool in pools.items()})
         self.token_ids = nn.ModuleDict(token_ids(model, vocab_size))
-        self.norm = nn.LayerNorm(model.dim)
+        self.norm = stream_norm(model)
+        self.document_mask = model.document_mask
 
     def states(
         self,
-        tokens_BT: Tensor | None,
+        tokens_BT: Tensor,
         cache: KVCache | None = None,
         layout: AttentionLayout | None = None,
         *,
@@ -149,7 +184,7 @@ class Network(nn.Module):
         """The residual stream before each block, and then the final norm's output: (B, T, D) each.
 
         Args:
-            tokens_BT: int64, below V; None with `embedded_BTD`, if no memory looks rows up by them.
+            tokens_BT: int64, below V.
             cache: keys and values of the tokens before; the new ones are added to it.
             layout: positions (within the context) and mask of tokens that are not a plain sequence.
             seen_BS: with a layout after a cache: which tokens so far the next one sees, for memories that look rows up
@@ -163,16 +198,20 @@ class Network(nn.Module):
         start, length = (cache.length if cache else 0), x_BTD.shape[1]
         if layout is None and start + length > self.context:
             raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
+        order = layout if seen_BS is None else None
+        pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in self.token_ids.items()}
+        if self.document_mask:
+            layout = within_documents(pasts["plain"].begins_BS, length, layout)
+        at_T = torch.arange(start, start + length, device=x_BTD.device) if layout is None else positions_of(layout)
+        if self.smear is not None:
+            x_BTD = self.smear(x_BTD, pasts["plain"])
         if self.positions is not None:
-            at = slice(start, start + length) if layout is None else layout.positions_BT
+            at = slice(start, start + length) if layout is None else at_T
             x_BTD = x_BTD + self.positions.weight[at]
         x_BTD = self.dropout(x_BTD)
         cos_sin = None
         if self.rotary_width:
-            in_order_T = torch.arange(start, start + length, device=x_BTD.device)
-            cos_sin = rotation(in_order_T if layout is None else layout.positions_BT[:, None], self.rotary_width)
-        order = layout if seen_BS is None else None
-        pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in self.token_ids.items()}
+            cos_sin = rotation(at_T if layout is None else at_T[:, None], self.rotary_width, self.rotary_base)
         for block in self.blocks:
             yield x_BTD
             x_BTD = block(x_BTD, cos_sin, cache, layout, pasts)
@@ -222,6 +261,17 @@ class Transformer(Network):
         return self.head(self.hidden(tokens_BT, cache))
 
 
+def matrices_of(model: nn.Module) -> list[str]:
+    """The paths of the weights of attention's and the FFN's linear maps."""
+    return [
+        f"{path}.{name}.weight"
+        for path, part in model.named_modules()
+        if isinstance(part, Attention | FFN)
+        for name, inner in part.named_children()
+        if isinstance(inner, nn.Linear)
+    ]
+
+
 def uninitialized_embedding(rows: int, dim: int) -> nn.Embedding:
     """An embedding without initial weights: drawing them on the meta device would load torch's compiler (0.5 s)."""
     return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
@@ -233,20 +283,20 @@ def memory_key(name: str) -> str:
 
 
 def kept_in_fp32(model: nn.Module) -> list[str]:
-    """The names of tensors that stay in fp32 in a model of half precision: all that memories have besides tables, and
-    the scales of tables in few bits. Rounded queries and keys would find other slots.
+    """The names of tensors that stay in fp32 in a model of half precision: all that memories have besides tables
+    (rounded queries and keys would find other slots), the scales of tables in few bits, and the gains of attention's
+    own queries and keys.
     """
     floats = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point()]
-    of_memories = [name for name in floats if re.search(r"\bmemory_", name) and not name.endswith("weight_KD")]
-    return [*of_memories, *(name for name in floats if name.endswith("scale_K") and name not in of_memories)]
+    kept = re.compile(r"\bmemory_.*(?<!\.weight_KD)$|\.scale_K$|\.attention\.(query|key)_norm\.")
+    return [name for name in floats if kept.search(name)]
 
 
 def token_ids(model: "Model", vocab_size: int) -> dict[str, TokenIds]:
     """What the memories of a model need to know about the tokens, by the ids that they ask for."""
     asked: dict[str, list[Lookback]] = {}
-    for memory in model.memories.values():
-        if (lookback := memory.lookback) is not None:
-            asked.setdefault(lookback.ids, []).append(lookback)
+    for lookback in model.lookbacks:
+        asked.setdefault(lookback.ids, []).append(lookback)
     return {ids: TokenIds(vocab_size, lookbacks, f"{ids} ids") for ids, lookbacks in asked.items()}
 
 
@@ -269,18 +319,20 @@ def build_block(model: "Model", vocab_size: int, layer: int, micro_batches: int,
         micro_batches: forwards of an optimizer step, over which batch-normalised queries take their momentum.
         pools: of `build_pools`.
     """
-    share = (2 * model.layers) ** -0.5
+    share = (2 * model.layers) ** -0.5 if model.init == "small" else 0.0
     momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / micro_batches)
     at: dict[Place, dict[str, Any]] = {place: {} for place in get_args(Place)}
     for name, places in model.memory_places().get(layer, {}).items():
         site = Site(model.dim, layer, name, vocab_size, share, momentum, pools.get(name), model.heads)
         for place, module in model.memories[name].build(site, places).items():
             at[place][memory_key(name)] = module
-    qkv: nn.Module = Linear(model.dim, 3 * model.dim, bias=model.bias)
-    out: nn.Module | None = Linear(model.dim, model.dim, model.bias, share * linear_std(model.dim, model.dim))
+    width, read = model.heads * model.head_width, 2 * model.value_heads * model.head_width
+    std = linear_std(model.dim, model.dim)
+    qkv: nn.Module = Linear(model.dim, width + read, model.bias != "none", std)
+    out: nn.Module | None = Linear(width, model.dim, model.bias == "all", share * std)
     for module in at["qkv"].values():
         qkv, out = module, None
-    parts = {**(at["ffn"] or {"ffn": FFN(model, share)}), **at["beside"]}
+    parts = {**(at["ffn"] or {"ffn": FFN(model, share * linear_std(model.inner, model.dim))}), **at["beside"]}
     return Block(model, Attention(model, qkv, out, layer - 1), parts, at["before"], at["values"])
 
 

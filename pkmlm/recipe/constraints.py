@@ -14,7 +14,7 @@ from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Model, Recipe
 
 MAX_PARAMETERS = 2**40
-TAKEN_NAMES = ("dense", "all")  # what reports call everything else, and all memories together
+TAKEN_NAMES = ("dense", "muon", "all")  # of what is no memory, and of all memories together
 
 
 class Check:
@@ -50,6 +50,10 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
     check_division(check, recipe)
     if recipe.parallel.shard and recipe.train.compile:
         check.fail("parallel.shard", "found true with train.compile", "one of the two", "train.compile")
+    if recipe.parallel.shard and recipe.optim.matrices == "muon":
+        check.fail(
+            "parallel.shard", "found true, but Muon needs whole matrices", "optim.matrices: adamw", "optim.matrices"
+        )
     if recipe.parallel.shard and recipe.train.precision == "fp16":
         check.fail("parallel.shard", "found true with train.precision fp16", "bf16 or fp32", "train.precision")
     return recipe
@@ -69,6 +73,10 @@ def check_memories(check: Check, model: Model) -> None:
         except SpecError as error:
             others = (f"{key}.{other}" for other in (*error.others, "kind"))
             check.fail(f"{key}.{error.key}", error.found, error.expected, *others, "model.dim", "model.layers")
+        in_heads = {"qkv", "values"}.intersection(*places.values()) if places else set()
+        if in_heads and (model.value_heads < model.heads or model.heads * model.head_width != model.dim):
+            message = "reads or writes heads of attention that are not dim / heads wide each, or fewer for values"
+            check.fail(key, message, "model.kv_heads and model.head_dim null", "model.kv_heads", "model.head_dim")
         for layer, each in places.items():
             for place in set(each) & {"qkv", "ffn"}:
                 if (other := taken.setdefault((layer, place), name)) != name:
@@ -139,6 +147,7 @@ def check_sizes(check: Check, model: Model) -> None:
         "model.context": model.context * model.dim,
         "model.dim": model.layers * 4 * model.dim**2,
         "model.ffn_dim": model.layers * (model.ffn_dim or 0) * model.dim,
+        "model.head_dim": model.layers * (model.head_dim or 0) * model.heads * model.dim,
     }
     if model.attention == "performer":
         sizes["model.attention_options.features"] = model.layers * model.attention_options.features * model.dim
@@ -155,9 +164,17 @@ def check_sizes(check: Check, model: Model) -> None:
 def check_attention(check: Check, recipe: Recipe) -> None:
     """Heads divide the width, positions fit the heads, and the kind of attention can do what is asked for."""
     model = recipe.model
-    if model.dim % model.heads:
+    if model.head_dim is None and model.dim % model.heads:
         message = f"{model.heads} heads do not divide model.dim {model.dim}"
         check.fail("model.heads", message, f"a divisor of {model.dim}", "model.dim")
+    if model.heads % model.value_heads:
+        message = f"{model.value_heads} do not divide model.heads {model.heads}"
+        check.fail("model.kv_heads", message, f"a divisor of {model.heads}", "model.heads")
+    if model.attention != "softmax" and model.document_mask:
+        found = f"found true, but {model.attention} attention sees all that stands before"
+        check.fail("model.document_mask", found, "false", "model.attention")
+    if model.attention != "softmax" and model.value_heads < model.heads:
+        check.fail("model.kv_heads", f"{model.attention} attention has as many as heads", "null", "model.attention")
     if model.attention == "linformer":
         block, rank, keys = model.attention_options.block, model.attention_options.rank, "model.attention_options"
         if block >= model.context:
@@ -169,7 +186,7 @@ def check_attention(check: Check, recipe: Recipe) -> None:
     if model.attention != "softmax" and recipe.eval.sample is not None:
         check.fail("eval.sample", f"{model.attention} attention cannot generate", "null", "model.attention")
     if model.positions == "rotary":
-        width, turned = model.dim // model.heads, model.rotary_width
+        width, turned = model.head_width, model.rotary_width
         pairs = model.rotary_fraction * width / 2
         if turned < 2 or turned % 2 or abs(turned - 2 * pairs) > 1e-6:
             message = f"{model.rotary_fraction:g} of a head of {width} is {2 * pairs:g}"

@@ -110,18 +110,36 @@ class Model(Shape):
     dim: Size = key(512, "width of the residual stream")
     layers: int = key(6, "transformer blocks", ge=1, le=10_000)
     heads: Size = key(8, "attention heads")
+    kv_heads: Size | None = key(
+        None, "heads of keys and values, which divide the heads: as many queries read each; null: heads"
+    )
+    head_dim: Size | None = key(None, "width of a head; null: dim / heads")
     context: Size = key(512, "tokens per sequence")
-    positions: Literal["learned", "rotary"] = key("learned", "position information")
+    positions: Literal["learned", "rotary"] = key("rotary", "position information")
     rotary_fraction: float = key(1.0, "share of each attention head's width that is rotated (Pythia: 0.25)", gt=0, le=1)
+    rotary_base: float = key(10_000.0, "base of the rotation's frequencies", ge=1, le=1e9)
+    qk_norm: bool = key(True, "an RMS norm of each head's queries and keys, with learnt gains, before the rotation")
     attention: Literal["softmax", "linformer", "cosformer", "performer"] = key(
         "softmax", "kind of attention; only softmax can generate and be exported"
     )
     attention_options: AttentionOptions = key(AttentionOptions, "sizes of the other kinds of attention")
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
-    ffn_dim: Size | None = key(None, "inner width of the FFN; null: 4 * dim")
-    activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
-    bias: bool = key(True, "biases in the maps of attention and FFN; those of memories always have them")
-    tie_embeddings: bool = key(True, "the output head shares the token embedding")
+    norm: Literal["rms", "layer"] = key("rms", "norms of the residual stream")
+    ffn: Literal["swiglu", "gelu", "relu"] = key("swiglu", "activation of the FFN; swiglu: silu(W1 x) * W2 x")
+    ffn_dim: Size | None = key(
+        None, "inner width of the FFN; null: 4 * dim, with swiglu 8/3 * dim, rounded up to a multiple of 64"
+    )
+    bias: Literal["none", "qkv", "all"] = key(
+        "none", "biases in the maps of attention and FFN: none, those of queries, keys and values, or all"
+    )
+    document_mask: bool = key(
+        True, "attention stays within a document, and positions are counted from its beginning; softmax only"
+    )
+    smear: bool = key(False, "add a part of the embedding of the token before, by a gate, to that of each token")
+    init: Literal["small", "zero-out"] = key(
+        "zero-out", "initial size of the maps that write into the stream: small, or zero"
+    )
+    tie_embeddings: bool = key(False, "the output head shares the token embedding")
     dropout: Fraction = key(
         0.0, "dropout probability, of embeddings, attention (softmax, linformer) and blocks' outputs"
     )
@@ -131,12 +149,24 @@ class Model(Shape):
 
 
 @dataclass(frozen=True, config=STRICT)
+class Muon:
+    lr: LearningRate = key(2e-2, "peak learning rate of the matrices")
+    momentum: Fraction = key(0.95, "momentum of their gradients (Nesterov's)")
+    weight_decay: WeightDecay = key(0.0, "decoupled weight decay of the matrices")
+
+
+@dataclass(frozen=True, config=STRICT)
 class Optim:
-    lr: LearningRate = key(2.5e-4, "peak learning rate")
-    betas: tuple[Fraction, Fraction] = key((0.9, 0.98), "Adam's decay rates")
+    lr: LearningRate = key(3e-3, "peak learning rate of all that neither a memory nor Muon trains")
+    matrices: Literal["muon", "adamw"] = key(
+        "muon",
+        "the optimizer of attention's and the FFN's matrices; muon: torch.optim.Muon, on the schedule of optim",
+    )
+    muon: Muon = key(Muon, "matrices: muon")
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "Adam's decay rates")
     eps: Epsilon = key(1e-8, "Adam's epsilon")
-    schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
-    warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
+    schedule: Schedule = key("cosine", "learning-rate schedule")
+    warmup_steps: Steps = key(200, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: Share = key(
         0.1, "cosine and linear end at this share of the peak, decay_steps at this share of the schedule"
     )
@@ -160,6 +190,9 @@ class Optim:
 @dataclass(frozen=True, config=STRICT)
 class Train:
     steps: Size = key(20000, "optimizer steps")
+    epochs: Size | None = key(
+        None, "in place of steps: how often all tokens are read, documents in another order each time; null: steps"
+    )
     batch_tokens: Size = key(65536, "tokens per optimizer step, over all ranks and micro-batches")
     micro_batch: Size = key(16, "sequences per forward pass of a rank")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "precision of the forward pass; weights stay fp32")
@@ -252,6 +285,17 @@ class Recipe:
         relative = any(group.schedule == "relative" for group in tables.values())  # to the schedule of `optim`
         return {"optim": self.optim, **tables} if self.train.only == "all" or relative else {**tables}
 
+    def with_epochs(self, tokens: int) -> "Recipe":
+        """With `train.epochs`, the recipe whose `train.steps` are as many as they take; otherwise this one.
+
+        Args:
+            tokens: of the train split.
+        """
+        if self.train.epochs is None:
+            return self
+        drawn = self.train.epochs * -(-tokens // self.model.context)
+        return replace(self, train=replace(self.train, steps=-(-drawn // self.sequences)))
+
     def micro_batches(self, ranks: int = 1) -> int:
         """Micro-batches of an optimizer step on each of `ranks` ranks."""
         return self.sequences // (self.train.micro_batch * ranks)
@@ -292,7 +336,7 @@ def key_names(section: Any, prefix: str = "") -> list[str]:
     """The dotted keys of a section, without those of memories."""
     hints = get_type_hints(section)
     inner = ((f"{prefix}{field.name}", hints[field.name]) for field in fields(section))
-    return [key for name, kind in inner for key in (key_names(kind, f"{name}.") if is_dataclass(kind) else [name])]
+    return [key for name, hint in inner for key in (key_names(hint, f"{name}.") if is_dataclass(hint) else [name])]
 
 
 def described(section: Any, field: Any) -> tuple[Any, str]:

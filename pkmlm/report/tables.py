@@ -391,7 +391,7 @@ def _slots_title(record: Entry) -> str:
 
 
 def _words(words: Sequence[Entry] | None, most: int) -> str | None:
-    return None if words is None else " ".join(quoted(word["token"]) for word in words[:most])
+    return None if words is None else " ".join(quoted(each["token"]) for each in words[:most])
 
 
 def _by_heads(slot: Entry, most: int, format: str) -> str | None:

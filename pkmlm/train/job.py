@@ -44,7 +44,7 @@ class Job:
     @cached_property
     def token_ids(self) -> dict[str, np.ndarray]:
         """By the sort of ids that memories ask for, the id of each row of the embedding, by which they know tokens."""
-        asked = [memory.lookback.ids for memory in self.recipe.model.memories.values() if memory.lookback]
+        asked = [lookback.ids for lookback in self.recipe.model.lookbacks]
         return {ids: canonical_ids(self.tokenizer, self.vocab_size, ids == "canonical") for ids in sorted(set(asked))}
 
     @property
@@ -71,6 +71,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
         hint = "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote"
         raise UserError(f"{recipe_file}: data.dir is not set", hint)
     corpus, tokenizer = Corpus(folders, "train"), open_tokenizer(folders)
+    recipe = recipe.with_epochs(corpus.tokens)
     valid = Corpus(folders, "valid") if "valid" in corpus.splits else None
     if verify:
         corpus.verify()

@@ -12,6 +12,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.memory.base import memories
 from pkmlm.memory.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
 from pkmlm.memory.table import Values, tables_of
+from pkmlm.model.transformer import matrices_of
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.lr_schedule import LrSchedule
 
@@ -25,7 +26,7 @@ class ParameterGroup:
     rows or ranks, and `clip_grads_with_norm_` adds 1e-6 to the norm.
 
     Attributes:
-        name: "dense", or that of the memory whose tables these are.
+        name: "dense"; "muon", the matrices that Muon trains; or that of the memory whose tables these are.
         parameters: by their path in the model.
         row_gradients: the gradients of those parameters that are tables of rows.
         clip: largest norm of the group's gradient; 0: no clipping.
@@ -64,15 +65,26 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
-    """The groups of a model: its dense parameters, then the tables of each memory. `train.only: values` leaves out the
-    dense parameters, and freezes them.
+    """The groups of a model: its dense parameters, those of them that Muon trains, then the tables of each memory.
+    `train.only: values` leaves out the dense parameters, and freezes them.
     """
     optim, steps, tables = recipe.optim, recipe.train.steps, tables_of(model)
     dense = LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, steps, optim.final_lr, optim.decay_steps)
     groups = []
     rest = {name: parameter for name, parameter in model.named_parameters() if name not in tables}
     if recipe.train.only == "all":
-        groups.append(_dense_group(model, rest, recipe, dense))
+        names = matrices_of(model) if optim.matrices == "muon" else []
+        if names:  # where hash tables take the place of all maps, there is none
+            matrices = {name: rest.pop(name) for name in names}
+            muon = torch.optim.Muon(
+                matrices.values(),
+                optim.muon.lr,
+                optim.muon.weight_decay,
+                optim.muon.momentum,
+                adjust_lr_fn="original",
+            )
+            groups.append(ParameterGroup("muon", matrices, [], muon, replace(dense, peak=optim.muon.lr), optim.clip))
+        groups.insert(0, _dense_group(model, rest, recipe, dense))
     else:
         for parameter in rest.values():
             parameter.requires_grad_(False)
@@ -99,7 +111,9 @@ def optimizer_state(groups: Iterable[ParameterGroup]) -> dict[str, Tensor]:
     for group in groups:
         for name, parameter in group.parameters.items():
             state = group.optimizer.state[parameter]
-            if not state:
+            if not state and isinstance(group.optimizer, torch.optim.Muon):
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            elif not state:
                 state.update(empty_state(group.optimizer, parameter))
             tensors.update({f"{name}|{key}": tensor for key, tensor in state.items()})
     return tensors

@@ -78,7 +78,7 @@ class TrainState:
         if recipe.train.recompute:
             for block in model.blocks:
                 recompute_activations(block)
-        dense = [p for group in self.param_groups if group.name == "dense" for p in group.parameters.values()]
+        dense = [p for group in self.param_groups if not group.row_gradients for p in group.parameters.values()]
         self.data_parallel = data_parallel_loss(model, dense, self.process_groups.world)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Tables]:

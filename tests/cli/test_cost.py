@@ -44,7 +44,7 @@ def test_layers_with_a_memory_have_a_line_of_their_own() -> None:
 
 def test_an_open_vocabulary_is_asked_for(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("model: {dim: 64, heads: 4, context: 32}\ntrain: {batch_tokens: 512}\n")
+    recipe.write_text("model: {dim: 64, heads: 4, context: 32, tie_embeddings: true}\ntrain: {batch_tokens: 512}\n")
     error, hint = pkmlm("cost", recipe, code=2).stderr.splitlines()
     assert "model.vocab_size" in error
     assert "-s model.vocab_size=" in hint

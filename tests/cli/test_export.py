@@ -372,9 +372,9 @@ def test_weights_that_are_whole_numbers_are_refused(exports, tmp_path):
     folder = shutil.copytree(exports["dense"], tmp_path / "exported")
     (folder / "manifest.json").unlink()
     weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"model.norm.bias": weights["model.norm.bias"].long()}, folder / "model.safetensors")
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"].long()}, folder / "model.safetensors")
     said = pkmlm("eval", folder, code=1).stderr
-    assert "tensor model.norm.bias is I64 (expected F64, F32, BF16, F16)" in said
+    assert "tensor model.norm.weight is I64 (expected F64, F32, BF16, F16)" in said
 
 
 def test_reading_needs_no_transformers_and_runs_no_code(exports, tmp_path, monkeypatch):

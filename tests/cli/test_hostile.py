@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pkmlm.recipe.schema import Recipe, flatten
+from pkmlm.recipe.schema import flatten
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.resume_check import CHANGES_NO_NUMBERS, CHANGES_NUMBERS, change_warnings
 from pkmlm.train.step import TrainState
-from tests.conftest import after_step, pkmlm
+from tests.conftest import after_step, pkmlm, recipe_2019
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_changed_keys_are_listed_in_one_warning(begun, copy):
 
 
 def test_keys_that_decide_a_runs_numbers_are_fixed():
-    may_change = {key for key in flatten(Recipe()) if key.startswith(CHANGES_NUMBERS + CHANGES_NO_NUMBERS)}
+    may_change = {key for key in flatten(recipe_2019()) if key.startswith(CHANGES_NUMBERS + CHANGES_NO_NUMBERS)}
     decisive = {key for key in may_change if key.partition(".")[0] in ("model", "optim", "train", "finetune")}
     free = {f"train.{key}" for key in ("steps", "micro_batch", "recompute", "init_from")}
     assert decisive == free | {"optim.decay_steps", "finetune.background"}
@@ -125,7 +125,7 @@ def test_keys_that_decide_a_runs_numbers_are_fixed():
 def test_only_what_changes_numbers_is_listed():
     versions = {"torch": "2", "numpy": "2"}
     facts = {"versions": versions, "source_sha256": "a", "device": "cpu", "precision": "fp32", "ranks": 1}
-    plain = Recipe()
+    plain = recipe_2019()
     longer = replace(plain, train=replace(plain.train, steps=2 * plain.train.steps))
     cosine, long_cosine = (replace(each, optim=replace(each.optim, schedule="cosine")) for each in (plain, longer))
     decaying = replace(longer, optim=replace(longer.optim, decay_steps=9))

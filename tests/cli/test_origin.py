@@ -52,7 +52,7 @@ def test_records_of_a_run_may_change_or_go_and_no_number_does(copy, tmp_path, wr
     START = [f"train.init_from={copy}", "train.steps=1"]
     before, weights = said(), trained_from()
     file = copy / "recipe.yaml"
-    for old, new in (("topk: 4", "topk: 2"), ("activation: gelu", "activation: relu"), ("lr: 0.003", "lr: 0.002")):
+    for old, new in (("topk: 4", "topk: 2"), ("ffn: gelu", "ffn: relu"), ("\n  lr: 0.003", "\n  lr: 0.002")):
         assert file.read_text().count(old) == 1
         file.write_text(file.read_text().replace(old, new))
     assert (said(), trained_from()) == (before, weights)

@@ -41,7 +41,7 @@ def test_check_tells_a_wrong_recipe_in_two_lines_and_exit_code_2(tmp_path: Path)
     assert done.stdout == ""
     error, hint = done.stderr.splitlines()
     assert error == "error: a.yaml:5:3: unknown key optim.learning_rate"
-    assert hint.startswith("hint: keys of optim: lr, betas, eps, schedule, warmup_steps, ")
+    assert hint.startswith("hint: keys of optim: lr, matrices, muon, betas, eps, schedule, ")
 
 
 @pytest.mark.parametrize("words", [["recipe", "check"], ["train", "--dry-run"]])
@@ -81,7 +81,7 @@ def test_check_goes_on_after_a_wrong_recipe_and_names_each(tmp_path: Path) -> No
 def test_a_warm_up_longer_than_training_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(SMALL)
     done = pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=150")
-    told = "4,000 for 150 steps of training: the learning rate ends at 4% of its peak"
+    told = "200 for 150 steps of training: the learning rate ends at 75% of its peak"
     assert done.stderr.splitlines() == [f"warning: a.yaml: optim.warmup_steps: {told}"]
     for kind in ("product-key", "hash"):
         memory = f"model.memories.mine={{kind: {kind}, layers: 2, optim: {{warmup_steps: 5000}}}}"

@@ -79,6 +79,7 @@ def test_a_run_directory_holds_what_the_design_says(trained, kind, memories):
         ["ngram"],
         ["hash"],
         ["mixed", "train.precision=fp16"],
+        ["modern", "train.precision=fp16"],
     ],
 )
 def test_stopped_and_resumed_is_the_same_run_to_the_bit(tmp_path, write_recipe, trained, monkeypatch, extra):

@@ -31,12 +31,13 @@ from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.row_exchange import all_gather_row_gradients, even_row_gradients
 from pkmlm.memory.table import Values
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import Finetune, Optim, Parallel, Recipe, Train
+from pkmlm.recipe.schema import Finetune, Parallel, Recipe, Train
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.step import StepResult, TrainState, train_step
 from pkmlm.train.validation import recalibrate
-from tests.golden.test_curves import KEYS, Stream, with_memories
+from tests.conftest import recipe_2019
+from tests.golden.test_curves import KEYS, Stream, golden_optim, with_memories
 from tests.golden.test_curves import MODELS as GOLDEN
 
 TWO = {**KEYS, "layers": ("1", "2")}
@@ -49,6 +50,7 @@ MODELS = {
     "ngram": GOLDEN["ngram"],
     "hash": replace(with_memories(tables=HashSpec(bits=4)), layers=1, positions="rotary"),
     "mixed": GOLDEN["mixed"],
+    "modern": GOLDEN["modern"],
 }
 
 
@@ -143,10 +145,9 @@ def ranks_among(world: World, size: int, memory: int) -> ProcessGroups:
 
 
 def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) -> Recipe:
-    optim = Optim(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1)
-    return Recipe(
+    return recipe_2019(
         model=MODELS[kind],
-        optim=optim,
+        optim=golden_optim(kind),
         train=Train(**{"steps": 50, "batch_tokens": 128, "micro_batch": micro_batch, **train}),
         parallel=Parallel(memory=memory),
         finetune=Finetune(slots="count" if train.get("only") == "values" else "all", top=3),

@@ -16,6 +16,7 @@ CASES = [
     *[("ngram", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2), (4, 2, 1)]],
     *[("hash", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2)]],
     *[("mixed", *case) for case in [(1, 1, 4), (2, 2, 2), (4, 2, 1)]],
+    *[("modern", *case) for case in [(1, 1, 4), (2, 2, 2)]],
 ]
 
 

@@ -20,14 +20,15 @@ from pkmlm.memory.peer.spec import PEERSpec
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.spec import Spec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Model, Optim, Recipe, Train
+from pkmlm.recipe.schema import Model, Optim, Train
 from pkmlm.train.step import TrainState, train_step
+from tests.conftest import model_2019, optim_2019, recipe_2019
 
 CURVES = Path(__file__).parent / "curves.json"
 
 
 def with_memories(**memories: Spec) -> Model:
-    return Model(dim=16, layers=2, heads=2, context=16, memories=memories)
+    return model_2019(dim=16, layers=2, heads=2, context=16, memories=memories)
 
 
 KEYS = {"layers": ("2",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8, "optim": KeyedOptim(lr=4e-3)}
@@ -45,6 +46,10 @@ MODELS = {
         tables=HashSpec(layers=("1",), bits=4),
         pkm=ProductKeySpec(**{**KEYS, "layers": ("1+", "2")}, query="mlp"),
     ),
+    "modern": Model(
+        **{"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "context": 16, "smear": True},
+        memories={"pkm": ProductKeySpec(**KEYS, query_norm="rms")},
+    ),
     "hash": replace(with_memories(tables=HashSpec(bits=4)), positions="rotary", tie_embeddings=False, dropout=0.1),
 }
 
@@ -59,11 +64,17 @@ class Stream:
         return (place * place // 7 + place // 3) % 37 + 2
 
 
+def golden_optim(name: str) -> Optim:
+    make = Optim if name == "modern" else optim_2019
+    return make(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1)
+
+
 def curve(name: str) -> list[float]:
     from pkmlm.data.batches import Batches
 
-    optim = Optim(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1)
-    recipe = Recipe(model=MODELS[name], optim=optim, train=Train(steps=20, batch_tokens=128, micro_batch=4))
+    recipe = recipe_2019(
+        model=MODELS[name], optim=golden_optim(name), train=Train(steps=20, batch_tokens=128, micro_batch=4)
+    )
     model = build_model(recipe, 40).double()
     batches = Batches(Stream(), 16, recipe.sequences, recipe.train.seed)
     state = TrainState(recipe, model, batches, "fp32")

@@ -20,7 +20,8 @@ from pkmlm.model.attention import KVCache, rotate, rotation
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
-from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Train
+from tests.conftest import model_2019, recipe_2019
 
 CONTEXT, WIDTH = 150, 6
 
@@ -189,8 +190,8 @@ BODIES = {
 
 
 def model_of(name: str, body: str) -> Transformer:
-    model = Model(attention=name, **SHAPE, **BODIES[body])
-    built = build_model(check_recipe(Recipe(model=model, train=TRAIN)), 50).eval()
+    model = model_2019(attention=name, **SHAPE, **BODIES[body])
+    built = build_model(check_recipe(recipe_2019(model=model, train=TRAIN)), 50).eval()
     with torch.no_grad():
         for path, parameter in built.named_parameters():
             if "attention.qkv" in path:
@@ -229,7 +230,7 @@ def test_no_output_of_a_model_depends_on_a_later_token(name, body, monkeypatch):
 def test_queries_and_keys_are_rotated_first_and_there_is_no_cache(name):
     model = model_of(name, "rotary").double()
     attention, x_BTD = model.blocks[0].attention, torch.randn(1, 20, 16, dtype=torch.float64)
-    turn = rotation(torch.arange(20), model.rotary_width)
+    turn = rotation(torch.arange(20), model.rotary_width, model.rotary_base)
     q_BhTe, k_BhTe, v_BhTe = attention.qkv(x_BTD).view(1, 20, 3, 2, 8).permute(2, 0, 3, 1, 4)
     mixed_BhTe = attention.efficient(rotate(q_BhTe, turn), rotate(k_BhTe, turn), v_BhTe)
     expected = attention.out(mixed_BhTe.transpose(1, 2).flatten(2))
@@ -242,7 +243,7 @@ def test_queries_and_keys_are_rotated_first_and_there_is_no_cache(name):
 def test_tasks_score_each_choice_by_itself(trained):
     name = "cosformer"
     run = load_run(trained("dense"))
-    recipe = replace(run.recipe, model=Model(attention=name, **SHAPE), train=TRAIN)
+    recipe = replace(run.recipe, model=model_2019(attention=name, **SHAPE), train=TRAIN)
     model = build_model(recipe, run.tokenizer.size).eval()
     run = replace(run, recipe=recipe, model=model)
     pairs = [("The old house stood", choice) for choice in (" on a hill", " on a rock", " alone", " on a hill")]

@@ -8,6 +8,7 @@ import torch
 
 from pkmlm.data.batches import IGNORED, Batches, permute
 from pkmlm.data.corpus import Corpus
+from tests.conftest import pkmlm
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_every_token_is_scored_once_an_epoch_after_the_token_before_it(corpus, c
 class Places:
     """A corpus whose tokens say where they stand."""
 
-    tokens, eos = 99, 0
+    tokens, eos, documents = 99, 0, 1
 
     def read(self, start, stop):
         return np.arange(start, stop)
@@ -90,3 +91,27 @@ def test_ranks_and_micro_batches_cut_one_global_batch(corpus):
 def test_another_seed_gives_another_order(corpus):
     first, second = (Batches(corpus, 16, 8, seed).micro_batch(1, 0, 8).tokens_BT for seed in (1, 2))
     assert not torch.equal(first, second)
+
+
+def test_later_epochs_read_every_document_whole_in_another_order(novels, tokens, tmp_path):
+    reused = ("--tokenizer", tokens / "tokenizer.model", "--separator", r"\n\n", "-o", tmp_path / "apart")
+    pkmlm("tokenize", novels / "valid.txt", *reused)
+    corpus = Corpus(tmp_path / "apart", "train")
+    assert corpus.documents > 3
+    documents = sorted(corpus.document(number).tolist() for number in range(corpus.documents))
+    batches, orders = Batches(corpus, 16, 1, seed=1), []
+    for epoch in range(3):
+        pieces = {}  # of this epoch, by their places
+        for step in range(epoch * batches.pieces + 1, (epoch + 1) * batches.pieces + 1):
+            (at,) = batches._numbers(step, 0, 1)
+            assert at[0] == epoch
+            targets = batches.micro_batch(step, 0, 1).targets_BT[0]
+            pieces[at[1]] = targets[targets >= 0].tolist()
+        stream = [token for place in sorted(pieces) for token in pieces[place]]
+        assert len(stream) == corpus.tokens
+        found = " ".join(map(str, stream)).split(f" {corpus.eos}")[:-1]
+        read = [[int(token) for token in text.split()] for text in found]
+        assert sorted(read) == documents
+        orders.append(read)
+    assert orders[0] == [corpus.document(number).tolist() for number in range(corpus.documents)]
+    assert orders[0] != orders[1] != orders[2] != orders[0]

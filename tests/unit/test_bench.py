@@ -17,14 +17,15 @@ from pkmlm.memory.ngram.spec import NGramSpec
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.spec import Spec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Model, Parallel, Recipe, Train
+from pkmlm.recipe.schema import Parallel, Recipe, Train
 from pkmlm.train.step import train_step
+from tests.conftest import model_2019, recipe_2019
 
 CPU = torch.device("cpu")
 SHAPE = Shape(num_keys=16, dim=24, heads=2, topk=4, key_dim=8, tokens=40)
 PKM = ProductKeySpec(layers=("2",), num_keys=8, heads=2, topk=4, key_dim=16)
-RECIPE = Recipe(
-    model=Model(dim=32, layers=2, heads=2, context=16, memories={"pkm": PKM}),
+RECIPE = recipe_2019(
+    model=model_2019(dim=32, layers=2, heads=2, context=16, memories={"pkm": PKM}),
     train=Train(batch_tokens=64, micro_batch=2),
 )
 

@@ -14,14 +14,17 @@ from pkmlm.memory.ngram.spec import NGramSpec
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.spec import Spec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Model, Recipe, Train
+from pkmlm.recipe.schema import Recipe, Train
 from pkmlm.train.compile_and_recompute import compile_dense_parts
 from pkmlm.train.step import TrainState, train_step
+from tests.conftest import model_2019, recipe_2019
 
 
 def recipe_of(layers: int, *, compiled: bool, **memories: Spec) -> Recipe:
     train = Train(batch_tokens=64, micro_batch=2, compile=compiled)
-    return Recipe(model=Model(dim=32, layers=layers, heads=2, context=16, dropout=0.1, memories=memories), train=train)
+    return recipe_2019(
+        model=model_2019(dim=32, layers=layers, heads=2, context=16, dropout=0.1, memories=memories), train=train
+    )
 
 
 def state_of(recipe: Recipe) -> TrainState:

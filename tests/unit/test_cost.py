@@ -30,7 +30,8 @@ from pkmlm.memory.spec import Spec
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import AttentionOptions, Model, Parallel, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Parallel, Recipe, Train
+from tests.conftest import model_2019, recipe_2019
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GIGA, MEGA = 1e9, 1e6
@@ -188,7 +189,7 @@ def models() -> list[Recipe]:
             memories["tables"] = HashSpec(bits=4, parts=parts, layers=("1", "2"))
         if number % 3 == 1:
             memories["ngrams"] = NGramSpec(layers=("1", "3"), heads=2, rows=11, row_dim=5, conv=odd)
-        model = Model(
+        model = model_2019(
             dim=32,
             layers=3,
             heads=4,
@@ -197,11 +198,11 @@ def models() -> list[Recipe]:
             attention=("softmax", "linformer", "cosformer", "performer")[number % 4],
             attention_options=AttentionOptions(features=7, block=5, rank=2),
             ffn_dim=48 if number % 5 == 0 else None,
-            bias=odd,
+            bias="all" if odd else "none",
             tie_embeddings=number % 4 < 2,
             memories=memories,
         )
-        found.append(check_recipe(Recipe(model=model, train=Train(batch_tokens=64, micro_batch=2))))
+        found.append(check_recipe(recipe_2019(model=model, train=Train(batch_tokens=64, micro_batch=2))))
     return found
 
 
@@ -215,8 +216,8 @@ def test_the_built_model_has_as_many_parameters(recipe: Recipe) -> None:
 
 def key_memory_model(topk: int = 4, **changes: object) -> Recipe:
     pkm = ProductKeySpec(layers=("2",), num_keys=8, heads=2, topk=topk, key_dim=6)
-    model = Model(dim=16, layers=2, heads=2, context=10, memories={"pkm": pkm}, ffn_dim=20)
-    return Recipe(**{"model": model, "train": Train(batch_tokens=40, micro_batch=2, precision="fp32"), **changes})
+    model = model_2019(dim=16, layers=2, heads=2, context=10, memories={"pkm": pkm}, ffn_dim=20)
+    return recipe_2019(**{"model": model, "train": Train(batch_tokens=40, micro_batch=2, precision="fp32"), **changes})
 
 
 def test_a_key_memory_by_hand() -> None:
@@ -239,7 +240,9 @@ def test_a_key_memory_by_hand() -> None:
 
 
 def test_an_untied_model_reads_one_row_of_its_embedding() -> None:
-    cost = cost_of(Recipe(model=Model(dim=16, layers=1, heads=2, context=10, tie_embeddings=False)), vocab_size=30)
+    cost = cost_of(
+        recipe_2019(model=model_2019(dim=16, layers=1, heads=2, context=10, tie_embeddings=False)), vocab_size=30
+    )
     assert cost.read_per_token == cost.dense - 9 * 16 - 29 * 16
 
 
@@ -249,8 +252,8 @@ def test_attention_costs_what_its_products_do(attention: str, context: int) -> N
     """As torch counts the operations of the modules that are built; those of a fused softmax on no device alone."""
     device = "meta" if attention in ("softmax", "linformer") else "cpu"
     options = AttentionOptions(features=24, block=7, rank=3)
-    model = Model(dim=32, layers=1, heads=4, context=context, attention=attention, attention_options=options)
-    built = build_model(Recipe(model=model), 50, device).blocks[0].attention.eval()
+    model = model_2019(dim=32, layers=1, heads=4, context=context, attention=attention, attention_options=options)
+    built = build_model(recipe_2019(model=model), 50, device).blocks[0].attention.eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
         built(torch.randn(1, context, 32, device=device), None, None)
     assert counted.get_total_flops() / 2 == 4 * context * 32 * 32 + attention_flops(model)
@@ -263,7 +266,7 @@ def test_attention_costs_what_its_products_do(attention: str, context: int) -> N
 def test_memories_cost_what_their_products_do(kind: str, changes: dict[str, object]) -> None:
     """torch counts maps and the scores of all keys; products with rows and their weighted sums are none of its own."""
     memory = SPECS[kind](layers=("1",), num_keys=8, heads=2, topk=4, key_dim=6, **changes)
-    recipe = Recipe(model=Model(dim=16, layers=1, heads=2, context=40, memories={"keys": memory}))
+    recipe = recipe_2019(model=model_2019(dim=16, layers=1, heads=2, context=40, memories={"keys": memory}))
     layer = build_model(recipe, 30).blocks[0].parts["memory_keys"]
     with FlopCounterMode(display=False) as counted:
         layer(torch.randn(1, 40, 16))
@@ -274,7 +277,7 @@ def test_memories_cost_what_their_products_do(kind: str, changes: dict[str, obje
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "ffn_dim": 20, "residual": "parallel"}])
 def test_a_dense_model_costs_what_its_products_do(changes: dict[str, object]) -> None:
-    recipe = Recipe(model=Model(**{"dim": 16, "layers": 2, "heads": 2, "context": 10, **changes}))
+    recipe = recipe_2019(model=model_2019(**{"dim": 16, "layers": 2, "heads": 2, "context": 10, **changes}))
     with FlopCounterMode(display=False) as counted:
         build_model(recipe, 30, "meta")(torch.zeros(1, 10, dtype=torch.int64, device="meta"))
     assert counted.get_total_flops() / 2 == 10 * cost_of(recipe, 30).flops_per_token
@@ -283,11 +286,11 @@ def test_a_dense_model_costs_what_its_products_do(changes: dict[str, object]) ->
 @pytest.mark.parametrize(("bits", "extra"), [(4, 0), (4, 2)])
 def test_hash_layers_cost_what_the_papers_formula_says(bits: int, extra: int) -> None:
     tables = HashSpec(bits=bits, extra_bits=extra)
-    model = Model(dim=32, layers=1, heads=4, context=10, memories={"tables": tables})
+    model = model_2019(dim=32, layers=1, heads=4, context=10, memories={"tables": tables})
     wide = 8 * (bits + extra)
     shapes = ((bits, 96), (bits, wide), (bits + extra, 32))  # tau and h; K = 8 tables, s = 10 tokens
     layers = [(8 * 2**tau * width, 10 * (tau + width) * 8) for tau, width in shapes]
-    block = cost_of(Recipe(model=model), 30).blocks[0]
+    block = cost_of(recipe_2019(model=model), 30).blocks[0]
     assert block.memory == sum(parameters for parameters, _ in layers)
     assert block.flops_without_attention == sum(flops for _, flops in layers)
 
@@ -323,8 +326,8 @@ def test_a_pool_is_counted_once_and_read_in_each_layer() -> None:
     recipes = []
     for shared in (True, False):
         plus = replace(POOLED, num_keys=128, share_values=shared)
-        model = Model(dim=64, layers=3, heads=4, context=64, memories={"plus": plus})
-        recipes.append(Recipe(model=model, train=Train(batch_tokens=256, micro_batch=1)))
+        model = model_2019(dim=64, layers=3, heads=4, context=64, memories={"plus": plus})
+        recipes.append(recipe_2019(model=model, train=Train(batch_tokens=256, micro_batch=1)))
     recipe, (cost, two) = recipes[0], (cost_of(each, 100) for each in recipes)
     assert (cost.memory, two.memory) == (128**2 * 64, 2 * 128**2 * 64)
     assert (cost.dense, cost.flops_per_token) == (two.dense, two.flops_per_token)
@@ -378,8 +381,8 @@ BODIES["mixed"] = {
 
 @pytest.mark.parametrize("body", BODIES)
 def test_the_estimate_of_activations_is_near_what_autograd_keeps(body: str) -> None:
-    model = Model(**{"dim": 128, "layers": 2, "heads": 4, "context": 64, **BODIES[body]})
-    recipe = Recipe(model=model, train=Train(batch_tokens=4 * model.context, micro_batch=4, precision="fp32"))
+    model = model_2019(**{"dim": 128, "layers": 2, "heads": 4, "context": 64, **BODIES[body]})
+    recipe = recipe_2019(model=model, train=Train(batch_tokens=4 * model.context, micro_batch=4, precision="fp32"))
     estimate = cost_of(recipe, vocab_size=64).training["activations"]
     assert estimate == pytest.approx(saved_bytes(recipe, 64), rel=0.1)
 
@@ -390,13 +393,13 @@ KEYS = ProductKeySpec(layers=("2",), num_keys=1024, heads=4, topk=32, key_dim=12
 
 def million(**changes: object) -> Recipe:
     """A memory of 2^20 slots, 512 wide; 8,192 tokens per step; 4 * 32 reads of a token."""
-    model = Model(dim=512, layers=2, heads=8, memories={"pkm": replace(KEYS, **changes)})
-    return Recipe(model=model, train=Train(batch_tokens=8192, micro_batch=4))
+    model = model_2019(dim=512, layers=2, heads=8, memories={"pkm": replace(KEYS, **changes)})
+    return recipe_2019(model=model, train=Train(batch_tokens=8192, micro_batch=4))
 
 
 MILLION = million()
-HASHED = Recipe(
-    model=Model(dim=64, layers=1, heads=4, context=64, memories={"tables": HashSpec()}),
+HASHED = recipe_2019(
+    model=model_2019(dim=64, layers=1, heads=4, context=64, memories={"tables": HashSpec()}),
     train=Train(batch_tokens=512, micro_batch=1),
 )
 
@@ -492,7 +495,7 @@ def test_recomputation_repeats_all_but_the_last_table_of_each_block() -> None:
 def test_every_division_that_is_possible() -> None:
     assert divisions(cost_of(MILLION, 1000), 12) == [1, 2, 4]
     assert divisions(cost_of(HASHED, 100), 32) == [1, 2, 4, 8, 16]  # 192, 80 and 64 columns
-    dense = Recipe(model=Model(dim=64, layers=1, heads=4))
+    dense = recipe_2019(model=model_2019(dim=64, layers=1, heads=4))
     assert divisions(cost_of(dense, 100), 8) == [1]
 
 

@@ -10,8 +10,9 @@ from pkmlm.errors import UserError, is_out_of_memory
 from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Model, Optim, Recipe, Train
+from pkmlm.recipe.schema import Train
 from pkmlm.train.step import TrainState, train_step
+from tests.conftest import model_2019, optim_2019, recipe_2019
 
 OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}, {"neon": True, "bf16": True}
 
@@ -38,8 +39,10 @@ def test_a_cpu_gets_the_precision_with_a_reason(monkeypatch, requested, capabili
 @pytest.mark.parametrize(("others", "apart"), [({}, 0.05), ({"tables": HashSpec()}, 0.25)])
 def test_bf16_on_a_cpu_trains_as_fp32_does(others, apart):
     pkm = ProductKeySpec(layers=("2+",), num_keys=8, heads=2, topk=4, key_dim=16)
-    model = Model(dim=32, layers=2, heads=2, context=16, memories={"pkm": pkm, **others})
-    recipe = Recipe(model=model, optim=Optim(lr=3e-3, warmup_steps=5), train=Train(batch_tokens=64, micro_batch=2))
+    model = model_2019(dim=32, layers=2, heads=2, context=16, memories={"pkm": pkm, **others})
+    recipe = recipe_2019(
+        model=model, optim=optim_2019(lr=3e-3, warmup_steps=5), train=Train(batch_tokens=64, micro_batch=2)
+    )
     losses = {}
     for precision in ("fp32", "bf16"):
         network = build_model(recipe, 50)
@@ -65,10 +68,12 @@ def test_what_is_a_shortage_of_memory():
 
 def test_only_a_shortage_is_told_as_a_model_that_does_not_fit():
     with pytest.raises(UserError, match="does not fit into memory") as found:
-        build_model(Recipe(model=Model(vocab_size=2**31 - 1, dim=2**14, ffn_dim=8, layers=1, heads=1)), 2**31 - 1)
+        build_model(
+            recipe_2019(model=model_2019(vocab_size=2**31 - 1, dim=2**14, ffn_dim=8, layers=1, heads=1)), 2**31 - 1
+        )
     assert found.value.exit_code == 1
     with pytest.raises(NotImplementedError, match="Vulkan"):  # a RuntimeError too
-        build_model(Recipe(model=Model(vocab_size=8, dim=8, layers=1, heads=1)), 8, "vulkan")
+        build_model(recipe_2019(model=model_2019(vocab_size=8, dim=8, layers=1, heads=1)), 8, "vulkan")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

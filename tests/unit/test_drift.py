@@ -16,14 +16,14 @@ from pkmlm.memory.base import memories
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Eval, Model, Recipe, Train
+from pkmlm.recipe.schema import Eval, Train
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.step import TrainState, train_step
-from tests.conftest import after_step, pkmlm
+from tests.conftest import after_step, model_2019, pkmlm, recipe_2019
 from tests.golden.test_curves import Stream
 
 MEMORY = ProductKeySpec(layers=("2",), num_keys=32, heads=2, topk=2, key_dim=8)
-MODEL = Model(dim=16, layers=2, heads=2, context=16, memories={"pkm": MEMORY})
+MODEL = model_2019(dim=16, layers=2, heads=2, context=16, memories={"pkm": MEMORY})
 
 
 class Events:
@@ -171,7 +171,7 @@ def test_a_resumed_run_records_the_drift_of_a_straight_one(write_recipe, trained
 def test_the_progress_line_tells_the_share_of_the_last_whole_window(monkeypatch, recompute, micro_batch, tmp_path):
     monkeypatch.setattr(drifting, "WINDOW", 3)
     train = Train(steps=9, batch_tokens=128, micro_batch=micro_batch, recompute=recompute)
-    recipe = Recipe(model=MODEL, train=train, eval=Eval(every=2))
+    recipe = recipe_2019(model=MODEL, train=train, eval=Eval(every=2))
     model = build_model(recipe, 40)
     state = TrainState(recipe, model, Batches(Stream(), 16, 8, 1), "fp32")
     (memory,) = memories(model)

@@ -35,6 +35,7 @@ from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import tables_of
+from pkmlm.memory.token.spec import TokenSpec
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
@@ -50,13 +51,17 @@ DRAWN: dict[str, list[Any]] = {
     "model.layers": [3],
     "model.heads": [2, 3],
     "model.context": [20],
+    "model.kv_heads": [None, 1],
+    "model.head_dim": [None, 8],
     "model.rotary_fraction": [0.5, 1.0],
+    "model.rotary_base": [100.0, 1e4],
     "model.ffn_dim": [None, 40],
     "model.dropout": [0.1],
     "num_keys": [5, 8],
     "topk": [1, 5],
     "key_dim": [8],
     "value_dim": [None, 20, 24],
+    "layers": [("1", "3"), ("all",)],
     "ngram.layers": [("1", "3"), ("2",), ("all",)],
     "ngram.orders": [(2,), (1, 3), (2, 3)],
     "ngram.rows": [1, 31],
@@ -75,7 +80,7 @@ TOGETHER = [  # kinds of memories in one model
     ["hash", "ngram", "peer"],
     ["ngram", "ngram", "product-key", "product-key"],
     ["flat-key", "hash"],
-    ["peer", "ngram"],
+    ["peer", "ngram", "token", "token"],
 ]
 
 
@@ -108,7 +113,10 @@ class Draws:
                 taken = "hash" in kinds or any(kind == other for other in kinds[:number])
                 values["layers"] = self.value(f"layers {taken}", BESIDE if taken else IN_PLACE)
             memories[f"m{number}-{kind}"] = SPECS[kind](kind=kind, **values)
-        return Model(memories=memories, **self.values(Model, "model", ("memories",)))
+        values = self.values(Model, "model", ("memories",))
+        if {"hash", "token"} & {*kinds}:  # they give values of dim
+            values |= {"kv_heads": None, "head_dim": None}
+        return Model(memories=memories, **values)
 
 
 def whole_name(section: type, key: str) -> str:
@@ -148,6 +156,8 @@ def unlike_new(model: Transformer, seed: int = 0) -> Transformer:
             tensor.mul_(0.5 + noise).add_(0.1 * (noise - 0.3) if tensor.ndim == 1 else 0)
             if ".before." in name and tensor.ndim == 2:  # rows and convolutions start at 0, or too small to tell
                 tensor.add_(0.5 * (noise - 0.5))
+            elif not tensor.any():
+                tensor.add_(0.2 * (noise - 0.5))
         if name.endswith("ids_V"):
             tensor.div_(2, rounding_mode="floor").add_(1)[2] = 0
         if name in ("embedding.weight", "untied_head.weight"):
@@ -212,7 +222,9 @@ def test_logits_of_random_recipes(tmp_path, exported):
 
 @pytest.mark.parametrize("attention", [kind for _, kind in sorted(REFUSED)])
 def test_other_attention_than_softmax_is_not_exported(attention, tmp_path, exported):
-    recipe = recipe_of(replace(MODEL, attention=attention, attention_options=AttentionOptions(block=8, rank=2)))
+    recipe = recipe_of(
+        replace(MODEL, attention=attention, document_mask=False, attention_options=AttentionOptions(block=8, rank=2))
+    )
     with pytest.raises(UserError, match=attention) as caught:
         exported(tmp_path / "export", build_model(recipe, 600), recipe)
     assert caught.value.exit_code == 2
@@ -234,7 +246,9 @@ def with_memories(**memories: Spec) -> Model:
 
 
 KINDS = {
-    "dense": replace(MODEL, positions="rotary", tie_embeddings=False),
+    "dense": replace(MODEL, document_mask=False, qk_norm=False, tie_embeddings=True),
+    "dense of 2019": replace(MODEL, positions="learned", norm="layer", ffn="gelu", bias="all", document_mask=False),
+    "grouped": replace(MODEL, kv_heads=1, head_dim=12, smear=True, positions="learned"),
     "product-key": with_memories(pkm=PRODUCT_KEY),
     "flat-key": replace(with_memories(flat=FlatKeySpec(layers=("2+",), **KEYS)), residual="parallel"),
     "memory-plus": with_memories(plus=PLUS),
@@ -242,11 +256,13 @@ KINDS = {
     "ngram": with_memories(grams=GRAMS),
     "ngram-lite": with_memories(lite=LITE, pkm=PRODUCT_KEY),
     "hash": with_memories(tables=HashSpec(bits=4)),
+    "token": with_memories(tokens=TokenSpec(layers=("1",)), into=TokenSpec(layers=("all",), into="values")),
     "mixture": with_memories(
         plus=PLUS,
         half=HashSpec(layers=("2",), bits=4),
         grams=GRAMS,
         lite=replace(LITE, layers=("1",), canonical=False),
+        tokens=TokenSpec(layers=("1",), into="values"),
     ),
     "shared experts": with_memories(
         experts=PEERSpec(layers=("1", "2"), share_values=True, **KEYS),
@@ -269,7 +285,8 @@ def pair(request, exported, tmp_path_factory) -> tuple[Transformer, Any, Path]:
     return ours, theirs, folder
 
 
-IDS_BT = torch.randint(2, 600, (3, 14), generator=torch.Generator().manual_seed(5))
+IDS_BT = torch.randint(3, 600, (3, 14), generator=torch.Generator().manual_seed(5))
+IDS_BT[1, 6] = IDS_BT[2, 2] = 2  # begins a document
 
 
 @torch.no_grad()
@@ -311,14 +328,14 @@ def test_a_cache_that_is_reordered_and_cropped_goes_on_with_the_texts_that_it_th
 
 def test_greedy_texts_are_ours_alone_and_in_a_batch(pair):
     ours, theirs, _ = pair
-    prompts = [[1, *IDS_BT[0, :7].tolist()], [1, *IDS_BT[1, :2].tolist()]]
+    prompts = [[2, *IDS_BT[0, :7].tolist()], [2, *IDS_BT[2, :3].tolist()]]
     greedy = [list(generate(ours, prompt, Sampling(temperature=0), 12, 600)) for prompt in prompts]
     for cache in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
         how = {**cache, "max_new_tokens": 12, "do_sample": False}
         for prompt, expected in zip(prompts, greedy, strict=True):
             assert theirs.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].tolist() == expected
-        batch = torch.tensor([prompts[0], [0] * 5 + prompts[1]])
-        mask = torch.tensor([[1] * 8, [0] * 5 + [1] * 3])
+        batch = torch.tensor([prompts[0], [0] * 4 + prompts[1]])
+        mask = torch.tensor([[1] * 8, [0] * 4 + [1] * 4])
         assert theirs.generate(batch, attention_mask=mask, **how)[:, 8:].tolist() == greedy
 
 
@@ -350,6 +367,17 @@ def test_labels_give_the_loss_and_every_weight_a_gradient(pair):
 
 
 @torch.no_grad()
+def test_training_keeps_the_statistics_of_queries(pair):
+    _, theirs, _ = pair
+    expected, before = theirs(IDS_BT).logits, {name: each.clone() for name, each in theirs.state_dict().items()}
+    try:
+        assert torch.equal(theirs.train()(IDS_BT).logits, expected)
+    finally:
+        theirs.eval()
+    assert all(torch.equal(each, before[name]) for name, each in theirs.state_dict().items())
+
+
+@torch.no_grad()
 def test_parts_of_the_output(pair):
     _, theirs, folder = pair
     whole = theirs(IDS_BT, output_hidden_states=True)
@@ -358,19 +386,22 @@ def test_parts_of_the_output(pair):
     assert torch.equal(whole.hidden_states[-1], theirs.model(IDS_BT).last_hidden_state)
     assert torch.equal(theirs(IDS_BT, return_dict=False)[0], whole.logits)
     embedded = theirs.get_input_embeddings()(IDS_BT)
-    if theirs.model.token_ids:  # a memory whose rows depend on the tokens themselves
+    if theirs.model.reads_tokens:  # for memories whose rows depend on the tokens themselves
         with pytest.raises(ValueError, match="give input_ids"):
             theirs(inputs_embeds=embedded)
-    else:
-        assert torch.equal(theirs(inputs_embeds=embedded).logits, whole.logits)
+    else:  # row 0 is one document
+        torch.testing.assert_close(theirs(inputs_embeds=embedded).logits[0], whole.logits[0])
+        how = {"max_new_tokens": 4, "do_sample": False}
+        found = theirs.generate(inputs_embeds=embedded[:1], **how)
+        assert torch.equal(found, theirs.generate(IDS_BT[:1], **how)[:, 14:])
     assert torch.equal(type(theirs.model).from_pretrained(folder)(IDS_BT)[0], whole.hidden_states[-1])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [True, False])
-def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, exported, tokenizer, tied):
+@pytest.mark.parametrize(("tied", "bits"), [(True, None), (False, None), (False, 4)])
+def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, exported, tokenizer, tied, bits):
     recipe = recipe_of(replace(KINDS["mixture"], tie_embeddings=tied))
-    theirs = exported(tmp_path / "export", unlike_new(build_model(recipe, 600)), recipe)
+    theirs = exported(tmp_path / "export", unlike_new(build_model(recipe, 600)), recipe, table_bits=bits)
     before = theirs(IDS_BT).logits
     theirs.resize_token_embeddings(610, mean_resizing=False)
     assert (theirs.lm_head.weight is theirs.model.embedding.weight) == tied
@@ -442,7 +473,7 @@ def test_narrower_weights_keep_queries_and_keys(pair, exported, tmp_path):
         if not tensor.is_floating_point():
             assert torch.equal(tensor, theirs.state_dict()[name])
             continue
-        kept = ".memory_" in name and not name.endswith("weight_KD")
+        kept = (".memory_" in name and not name.endswith("weight_KD")) or ".attention.query_" in name or ".key_" in name
         assert tensor.dtype == (torch.float32 if kept else half), name
         assert name == "lm_head.weight" or stored[name].dtype == tensor.dtype
     assert narrow.dtype == half
@@ -456,7 +487,7 @@ def test_narrower_weights_keep_queries_and_keys(pair, exported, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("product-key", 8), *((kind, 4) for kind in KINDS if kind != "dense")], ids=str
+    ("kind", "bits"), [("product-key", 8), *((kind, 4) for kind, model in KINDS.items() if model.memories)], ids=str
 )
 def test_tables_in_few_bits_are_read_alike(kind, bits, exported, tmp_path):
     """By our code and by the folder's, as the same model with the rounded entries in fp32 tables."""

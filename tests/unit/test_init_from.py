@@ -57,7 +57,7 @@ def test_the_same_text_in_the_same_order_is_warned_of(trained):
         ("dense", [*MEMORY, "model.memories.facts.layers=2+"], ["facts (layer 2)"], []),
         ("dense", [*MEMORY, "model.memories.facts.layers=[1+, 2]"], ["facts (layers 1, 2)"], ["ffn (layer 2)"]),
         ("dense", ["model.layers=4"], ["ffn (layers 3, 4)"], []),
-        ("dense", ["model.bias=false", "model.positions=rotary"], [], ["ffn.up.bias (layers 1, 2)", "positions"]),
+        ("dense", ["model.bias=none", "model.positions=rotary"], [], ["ffn.up.bias (layers 1, 2)", "positions"]),
         (
             "dense",
             ["model.memories.tables.kind=hash", "model.memories.tables.bits=4"],

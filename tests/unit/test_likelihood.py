@@ -18,7 +18,8 @@ from pkmlm.memory.flat_key.spec import FlatKeySpec
 from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Model, Recipe, Train
+from pkmlm.recipe.schema import Train
+from tests.conftest import model_2019, recipe_2019
 
 KEYS = {"num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
 
@@ -32,8 +33,8 @@ MODELS = {
 
 
 def model_of(kind: str) -> torch.nn.Module:
-    model = Model(dim=16, layers=2, heads=2, context=12, **MODELS[kind])
-    built = build_model(Recipe(model=model, train=Train(batch_tokens=24, micro_batch=2)), 30).eval()
+    model = model_2019(dim=16, layers=2, heads=2, context=12, **MODELS[kind])
+    built = build_model(recipe_2019(model=model, train=Train(batch_tokens=24, micro_batch=2)), 30).eval()
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             if "attention.qkv" in name:

@@ -11,8 +11,9 @@ from pkmlm.data.batches import Batches
 from pkmlm.kernels import matmul, ops
 from pkmlm.memory.registry import SPECS
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Model, Optim, Recipe, Train
+from pkmlm.recipe.schema import Train
 from pkmlm.train.step import TrainState, train_step
+from tests.conftest import model_2019, optim_2019, recipe_2019
 from tests.golden.test_curves import Stream
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -195,8 +196,8 @@ def test_which_cpus_are_meant(monkeypatch, cpu, narrow):
 @pytest.mark.parametrize("kind", ["product-key", "flat-key"])
 def test_every_large_product_of_a_training_step(narrow, kind):
     memory = SPECS[kind](layers=("2",), num_keys=64, heads=2, topk=4, key_dim=64)
-    model = Model(dim=64, layers=2, heads=2, context=64, memories={"pkm": memory})
-    recipe = Recipe(model=model, optim=Optim(), train=Train(steps=1, batch_tokens=512, micro_batch=8))
+    model = model_2019(dim=64, layers=2, heads=2, context=64, memories={"pkm": memory})
+    recipe = recipe_2019(model=model, optim=optim_2019(), train=Train(steps=1, batch_tokens=512, micro_batch=8))
     batches = Batches(Stream(), 64, recipe.sequences, 0)
     state = TrainState(recipe, build_model(recipe, 400), batches, "fp32")
     with Calls() as calls:

@@ -21,8 +21,9 @@ from pkmlm.memory.product_key.layer import ProductKeyMemory
 from pkmlm.memory.registry import SPECS
 from pkmlm.memory.table import tables_of
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Model, Recipe, Train
+from pkmlm.recipe.schema import Recipe, Train
 from pkmlm.train.optim import parameter_groups
+from tests.conftest import model_2019, recipe_2019
 
 D, HEADS, N, TOPK, Q = 12, 3, 5, 4, 8
 KINDS = ["product-key", "flat-key", "peer"]
@@ -199,8 +200,8 @@ def test_biases_are_drawn():
 
 def pool_of(kind: str, **keys: object) -> Recipe:
     spec = spec_of(kind, **{"layers": ("1", "3+"), "share_values": True, **keys})
-    model = Model(dim=D, layers=3, heads=2, context=8, memories={"plus": spec})
-    return Recipe(model=model, train=Train(batch_tokens=32, micro_batch=2))
+    model = model_2019(dim=D, layers=3, heads=2, context=8, memories={"plus": spec})
+    return recipe_2019(model=model, train=Train(batch_tokens=32, micro_batch=2))
 
 
 def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:

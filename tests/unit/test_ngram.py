@@ -30,13 +30,13 @@ from pkmlm.memory.table import table_ranks
 from pkmlm.memory.tokens import Past, TokenIds
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import Model, Optim, Recipe, Train
+from pkmlm.recipe.schema import Train
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
 from pkmlm.runs.saving import Saver
 from pkmlm.train.optim import optimizer_state, parameter_groups
-from tests.conftest import pkmlm
+from tests.conftest import model_2019, optim_2019, pkmlm, recipe_2019
 
 D = 12
 
@@ -231,8 +231,8 @@ NGRAMS["two"] = {"far": NGRAMS["far"]["ngrams"], "near": replace(NGRAMS["lite"][
 
 def model_of(kind: str, positions: str = "rotary", context: int = 24) -> Transformer:
     """A model in float64 whose n-gram memories and attention all tell; token 3 begins documents."""
-    model = Model(dim=16, layers=2, heads=2, context=context, positions=positions, memories=NGRAMS[kind])
-    built = build_model(Recipe(model=model, train=Train(batch_tokens=context, micro_batch=1)), 30).double().eval()
+    model = model_2019(dim=16, layers=2, heads=2, context=context, positions=positions, memories=NGRAMS[kind])
+    built = build_model(recipe_2019(model=model, train=Train(batch_tokens=context, micro_batch=1)), 30).double().eval()
     random = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, ids in built.token_ids.items():
@@ -339,9 +339,9 @@ def test_a_block_that_is_not_told_what_stands_before_fails():
 @pytest.mark.parametrize("kind", NGRAMS)
 def test_tables_train_by_their_own_optimizer_as_autograd_would(kind):
     """The group's rate is that of the recipe, and its row gradient the dense one."""
-    optim = Optim(lr=1e-2, schedule="constant", warmup_steps=0)
-    spec = Model(dim=16, layers=2, heads=2, context=24, memories=NGRAMS[kind])
-    recipe = Recipe(model=spec, optim=optim, train=Train(batch_tokens=48, micro_batch=2))
+    optim = optim_2019(lr=1e-2, schedule="constant", warmup_steps=0)
+    spec = model_2019(dim=16, layers=2, heads=2, context=24, memories=NGRAMS[kind])
+    recipe = recipe_2019(model=spec, optim=optim, train=Train(batch_tokens=48, micro_batch=2))
     plain, ours = build_model(recipe, 30), build_model(recipe, 30)
     _, *groups = parameter_groups(ours, recipe)
     assert [group.name for group in groups] == list(spec.memories)

@@ -18,9 +18,10 @@ from pkmlm.memory.registry import SPECS
 from pkmlm.memory.row_adam import RowAdam, RowSGD
 from pkmlm.memory.table import Values
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Model, Optim, Recipe, Train
+from pkmlm.recipe.schema import Recipe, Train
 from pkmlm.train.lr_schedule import LrSchedule
 from pkmlm.train.optim import parameter_groups
+from tests.conftest import model_2019, optim_2019, recipe_2019
 
 PKM = {"layers": ("2",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
 
@@ -28,8 +29,8 @@ PKM = {"layers": ("2",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
 def recipe_of(*, tables: HashSpec | None = None, ngrams: NGramSpec | None = None, optim=None, **values) -> Recipe:
     """A model with product keys in layer 2, whose tables learn as `values` says, and other memories."""
     memories = {"pkm": ProductKeySpec(**PKM, optim=KeyedOptim(**values)), "tables": tables, "ngrams": ngrams}
-    model = Model(dim=16, layers=2, heads=2, context=8, memories={k: v for k, v in memories.items() if v})
-    return Recipe(model=model, train=Train(batch_tokens=32, micro_batch=2), optim=optim or Optim())
+    model = model_2019(dim=16, layers=2, heads=2, context=8, memories={k: v for k, v in memories.items() if v})
+    return recipe_2019(model=model, train=Train(batch_tokens=32, micro_batch=2), optim=optim or optim_2019())
 
 
 RECIPE = recipe_of()
@@ -52,7 +53,7 @@ def test_schedules():
 def test_a_decay_at_the_end_multiplies_whatever_the_schedule_gives():
     stable = LrSchedule(2.0, "constant", warmup_steps=10, steps=110, final=0.1, decay_steps=20)
     assert [stable.lr_at(step) for step in (5, 90, 100, 110, 500)] == pytest.approx([1.0, 2.0, 1.1, 0.2, 0.2])
-    recipe = recipe_of(optim=Optim(lr=2.0, schedule="constant", warmup_steps=0, decay_steps=4, final_lr=0.0))
+    recipe = recipe_of(optim=optim_2019(lr=2.0, schedule="constant", warmup_steps=0, decay_steps=4, final_lr=0.0))
     recipe = replace(recipe, train=replace(recipe.train, steps=10))
     for group in parameter_groups(build_model(recipe, 40, "cpu"), recipe):
         rates = [group.schedule.lr_at(step) for step in (1, 6, 8, 10)]
@@ -78,7 +79,7 @@ def test_the_relative_schedule_is_the_dense_one_times_a_falling_factor():
     ],
 )
 def test_values_have_their_own_end_and_may_follow_the_dense_rate(values, middle, last):
-    recipe = recipe_of(optim=Optim(lr=0.5, schedule="linear", warmup_steps=0, final_lr=0.1), **values)
+    recipe = recipe_of(optim=optim_2019(lr=0.5, schedule="linear", warmup_steps=0, final_lr=0.1), **values)
     recipe = replace(recipe, train=replace(recipe.train, steps=100))
     groups = {group.name: group for group in parameter_groups(build_model(recipe, 20), recipe)}
     found = []
@@ -103,7 +104,7 @@ def test_every_parameter_is_in_one_group():
 
 
 def test_weight_decay_moves_matrices_alone():
-    recipe = recipe_of(optim=Optim(weight_decay=0.5, schedule="constant", warmup_steps=0, lr=0.1))
+    recipe = recipe_of(optim=optim_2019(weight_decay=0.5, schedule="constant", warmup_steps=0, lr=0.1))
     model = build_model(recipe, 20)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for group in parameter_groups(model, recipe):
@@ -121,7 +122,7 @@ def test_weight_decay_moves_matrices_alone():
 def test_keys_move_at_their_own_lr_and_nothing_else_does(kind, name):
     slow = SPECS[kind](**PKM, optim=KeyedOptim(keys=KeysOptim(0.25)))
     other = SPECS[kind](**{**PKM, "layers": ("1+",)})  # whose keys learn as all else
-    recipe = recipe_of(optim=Optim(schedule="constant", warmup_steps=0, lr=0.1, clip=0.0))
+    recipe = recipe_of(optim=optim_2019(schedule="constant", warmup_steps=0, lr=0.1, clip=0.0))
     recipe = replace(recipe, model=replace(recipe.model, memories={"slow": slow, "other": other}))
     dense = parameter_groups(build_model(recipe, 20), recipe)[0]
     before = {path: p.detach().clone() for path, p in dense.parameters.items()}
@@ -138,7 +139,7 @@ def test_keys_move_at_their_own_lr_and_nothing_else_does(kind, name):
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
 def test_the_values_may_have_an_epsilon_of_their_own(optimizer):
     def moved(**eps: float) -> torch.Tensor:
-        recipe = recipe_of(optim=Optim(eps=1e-3, clip=0), optimizer=optimizer, lr=0.1, clip=0, **eps)
+        recipe = recipe_of(optim=optim_2019(eps=1e-3, clip=0), optimizer=optimizer, lr=0.1, clip=0, **eps)
         group = parameter_groups(build_model(recipe, 20), recipe)[1]
         (table,) = group.parameters.values()
         before, x = table.detach().clone(), torch.full((1, 16), 1e-3)
@@ -273,7 +274,7 @@ def test_a_step_of_row_adam_uses_up_the_gradient():
 
 @pytest.mark.parametrize("tables", [None, replace(HASHED, optim=HashOptim(clip=0))])
 def test_adam_on_a_whole_model_is_adamw(tables):
-    recipe = recipe_of(tables=tables, optim=Optim(clip=0), optimizer="adam", lr=0.01, clip=0)
+    recipe = recipe_of(tables=tables, optim=optim_2019(clip=0), optimizer="adam", lr=0.01, clip=0)
     ours, theirs = build_model(recipe, 20), build_model(recipe, 20)
     groups = parameter_groups(ours, recipe)
     adamw = [
@@ -425,7 +426,7 @@ def test_a_group_moves_as_its_own_section_says(name, peak):
     how = {"betas": (0.5, 0.75), "weight_decay": 0.25, "schedule": "linear", "warmup_steps": 4, "clip": 0.125}
     tables = replace(HASHED, optim=HashOptim(**how))
     ngrams = NGramSpec(layers=("1",), orders=(2,), heads=1, rows=7, row_dim=4, optim=NGramOptim(**how))
-    recipe = recipe_of(tables=tables, ngrams=ngrams, optim=Optim(lr=2.0, final_lr=0.5), **how)
+    recipe = recipe_of(tables=tables, ngrams=ngrams, optim=optim_2019(lr=2.0, final_lr=0.5), **how)
     recipe = replace(recipe, train=replace(recipe.train, steps=12))
     (group,) = [each for each in parameter_groups(build_model(recipe, 20), recipe) if each.name == name]
     (settings,) = group.optimizer.param_groups

@@ -17,11 +17,11 @@ from pkmlm.evaluate.generate import Sampling, generate, sample_token, stream_tex
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import score, windows
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Model, Recipe, Train
+from pkmlm.recipe.schema import Train
 from pkmlm.signals import StopRequest
 from pkmlm.train.step import TrainState
 from pkmlm.train.validation import validator
-from tests.conftest import pkmlm
+from tests.conftest import model_2019, pkmlm, recipe_2019
 
 
 def cut(length: int, context: int, stride: int) -> list[tuple[list[int], list[int]]]:
@@ -49,7 +49,9 @@ def test_every_token_is_scored_once_after_the_right_context(stride):
 
 
 def model_and_documents() -> tuple[torch.nn.Module, Documents]:
-    recipe = Recipe(model=Model(dim=16, layers=2, heads=2, context=8), train=Train(batch_tokens=16, micro_batch=2))
+    recipe = recipe_2019(
+        model=model_2019(dim=16, layers=2, heads=2, context=8), train=Train(batch_tokens=16, micro_batch=2)
+    )
     random = np.random.default_rng(0)
     ids = [random.integers(0, 30, length) for length in (1, 8, 9, 30, 5)]
     return build_model(recipe, 30).eval(), Documents("test", ids, sum(map(len, ids)), 20, 100)

@@ -19,15 +19,16 @@ from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import _Collective
 from pkmlm.recipe.constraints import check_ranks, check_recipe
-from pkmlm.recipe.schema import Model, Parallel, Recipe, Train
+from pkmlm.recipe.schema import Parallel, Recipe, Train
+from tests.conftest import model_2019, recipe_2019
 
 KEYS = (46_340, 46_341)  # their squares lie on both sides of 2^31
 PKM = ProductKeySpec(layers=("2",))
 
 
 def recipe_of(**memories: Spec) -> Recipe:
-    model = Model(dim=24, layers=2, heads=2, context=10, memories=memories)
-    return Recipe(model=model, train=Train(batch_tokens=120, micro_batch=2))
+    model = model_2019(dim=24, layers=2, heads=2, context=10, memories=memories)
+    return recipe_2019(model=model, train=Train(batch_tokens=120, micro_batch=2))
 
 
 RECIPE = recipe_of(pkm=PKM)

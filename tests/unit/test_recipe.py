@@ -34,6 +34,7 @@ model:
   memories: {pkm: {kind: product-key, layers: [5], num_keys: 128, key_dim: 128}}
 optim: {lr: 3e-4}
 train: {batch_tokens: 4096}
+base: block-2019
 """
 
 
@@ -105,10 +106,10 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("a: b: c", ":1:5: mapping values"),
         ("x" * (1 << 19), " has more than"),
         ("\n\nmodel:\n  dims: 5", ":4:3: unknown key model.dims (did you mean model.dim?)"),
-        ("lr-: 4", ":1:1: unknown key lr- (did you mean optim.lr?)"),
+        ("lr-: 4", ":1:1: unknown key lr- (did you mean optim.lr or optim.muon.lr?)"),
         ("model: {memory: {kind: hash}}", ":1:9: unknown key model.memory (did you mean model.memories or "),
         ("model.dim: 5", ":1:1: model.dim: found a key with dots"),
-        ("model: {lr: 3}", "unknown key model.lr (did you mean optim.lr?)"),
+        ("model: {lr: 3}", "unknown key model.lr (did you mean optim.lr or optim.muon.lr?)"),
         ("train: {steps: 0755}", ":1:9: train.steps: found 0755"),
         ("train: {steps: 1.0}", "train.steps: found 1.0"),
         ("train: {steps: '5'}", 'train.steps: found the text "5" (expected a whole number)'),
@@ -311,6 +312,7 @@ def test_attention_has_sizes_that_can_be(recipe_file: Path) -> None:
         ([linformer, f"{options}.rank=65"], f"-s {options}.rank=65: {options}.rank"),
         (["model.attention=performer", f"{options}.features=2000000000"], f"-s {options}.features=2000000000: "),
         (["model.attention=cosformer", "eval.sample=It"], "-s eval.sample=It: eval.sample"),
+        (["model.attention=cosformer", "model.document_mask=true"], "-s model.document_mask=true: model.document_mask"),
         (["model.attention=linear"], "-s model.attention=linear: model.attention"),
     ):
         assert error_of(recipe_file, *overrides).message.startswith(start)
@@ -520,7 +522,7 @@ def test_keys_and_flatten_agree_with_the_schema() -> None:
     assert flat["model.memories.<flat-key>.topk"] == 32
     assert all(key.help and key.type for key in listed)
     by_name = {key.name: key for key in listed}
-    assert by_name["optim.lr"].default == "0.00025"
+    assert by_name["optim.lr"].default == "0.003"
     assert by_name["model.memories.<hash>.parts"].type == "list of qkv | ffn"
     assert by_name["eval.patience"].type == "int or null"
     numeric = [name for name, value in flat.items() if isinstance(value, float)]
@@ -538,7 +540,7 @@ def test_keys_and_flatten_agree_with_the_schema() -> None:
 def test_a_key_that_is_unknown_is_looked_for_in_its_own_tree() -> None:
     with pytest.raises(UserError, match=r"g.yaml:1:1: unknown key bits\Z") as caught:
         bind(parse("bits: 3", "g.yaml"), Train, "", {})
-    assert caught.value.hint.startswith("keys of the file: steps, batch_tokens, ")
+    assert caught.value.hint.startswith("keys of the file: steps, epochs, batch_tokens, ")
 
 
 def test_to_train_the_values_of_a_random_model_is_warned_of(recipe_file: Path) -> None:

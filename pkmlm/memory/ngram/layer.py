@@ -7,7 +7,7 @@ B: sequences; T: new positions; S: all positions so far; N: tokens (B * T); D: m
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu
+from torch.nn.functional import silu
 
 from pkmlm.kernels.matmul import Linear, at_least_fp32
 from pkmlm.memory.address import Addresses
@@ -194,28 +194,8 @@ class CausalConv(nn.Module):
         places_BTi = past.places_BTj[..., self.dilation :: self.dilation][..., : TAPS - 1]
         with torch.autocast(u_BTD.device.type, enabled=False):
             n_BTD = self.norm(u_BTD)
-            if past.cache is None:
-                seen = at_places(n_BTD, places_BTi)
-            else:
-                seen = at_few_places(past.cache.append(self.name, n_BTD), places_BTi)
+            seen = past.earlier(self.name, n_BTD, places_BTi)
             total_BTD = n_BTD * self.weight_iD[0]
             for seen_BTD, weight_D in zip(seen, self.weight_iD[1:], strict=True):
                 total_BTD = total_BTD + seen_BTD * weight_D
             return u_BTD + silu(total_BTD)
-
-
-def at_places(x_BSD: Tensor, places_BTi: Tensor) -> list[Tensor]:
-    """x at i places, counted from 1, each (B, T, D); zero at place 0."""
-    x_BZD = pad(x_BSD, (0, 0, 1, 0))  # from place 0 on
-    places_BTi = places_BTi + (torch.arange(len(x_BZD), device=x_BSD.device) * x_BZD.shape[1])[:, None, None]
-    x_ZD, shape = x_BZD.flatten(0, 1), (*places_BTi.shape[:2], x_BSD.shape[-1])
-    return [x_ZD.index_select(0, place_BT.flatten()).view(shape) for place_BT in places_BTi.unbind(-1)]
-
-
-def at_few_places(x_BSD: Tensor, places_BTi: Tensor) -> list[Tensor]:
-    """As `at_places`, but without copying x, which may be a cache of thousands of positions."""
-    batch_B1 = torch.arange(len(x_BSD), device=x_BSD.device)[:, None]
-    return [
-        x_BSD[batch_B1, (place_BT - 1).clamp(min=0)].masked_fill((place_BT == 0)[..., None], 0)
-        for place_BT in places_BTi.unbind(-1)
-    ]

@@ -1,0 +1,252 @@
+"""The block of 2026 against a plain one and against transformers' Llama and Qwen3; documents that do not see each
+other; Muon.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from pkmlm.model.attention import KVCache
+from pkmlm.model.transformer import Transformer, build_model, matrices_of
+from pkmlm.recipe.load import load_recipe
+from pkmlm.train.optim import parameter_groups
+
+WIDTH, LAYERS, HEADS, VOCAB, CONTEXT = 24, 2, 4, 50, 32
+MODERN = f"""name: modern
+model:
+  dim: {WIDTH}
+  layers: {LAYERS}
+  heads: {HEADS}
+  context: {CONTEXT}
+  norm: rms
+  ffn: swiglu
+  ffn_dim: 40
+  positions: rotary
+  qk_norm: true
+  bias: none
+  tie_embeddings: false
+  document_mask: false
+  init: small
+train: {{batch_tokens: 64, micro_batch: 2}}
+"""
+
+
+def recipe_of(folder, *overrides):
+    path = folder / "modern.yaml"
+    path.write_text(MODERN)
+    return load_recipe(path, overrides)
+
+
+def random_model(folder, *overrides) -> Transformer:
+    """A model in fp64 whose every weight is random: gains, too, and what starts at zero."""
+    model = build_model(recipe_of(folder, *overrides), VOCAB).double()
+    random = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+        parameter.data.add_(noise, alpha=0.3 if parameter.ndim == 1 else 0.1)
+    return model.eval()
+
+
+def part_of(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+
+
+def rms(x: Tensor, gain: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
+
+
+def turned(x: Tensor, base: float) -> Tensor:
+    """Entry i of the first half and entry i of the second are a pair, rotated by position / base^(2 i / width), in
+    fp32.
+    """
+    out, width = x.clone(), x.shape[-1]
+    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+    for position in range(x.shape[-2]):
+        for i, frequency in enumerate(frequencies):
+            cos, sin = (position * frequency).cos().double(), (position * frequency).sin().double()
+            a, b = x[..., position, i], x[..., position, i + width // 2]
+            out[..., position, i] = a * cos - b * sin
+            out[..., position, i + width // 2] = b * cos + a * sin
+    return out
+
+
+def plain(weights: dict[str, Tensor], tokens: Tensor, heads: int, value_heads: int, width: int, base: float) -> Tensor:
+    """Logits (T, V) of one sequence, by equations that follow from the keys alone."""
+    x = weights["embedding.weight"][tokens]
+    for layer in range(LAYERS):
+        w = part_of(weights, f"blocks.{layer}.")
+        h = rms(x, w["attention_norm.weight"]) @ w["attention.qkv.weight"].T + w.get("attention.qkv.bias", 0)
+        q, k, v = (
+            part.unflatten(-1, (-1, width)).transpose(0, 1)
+            for part in h.split([heads * width, value_heads * width, value_heads * width], -1)
+        )
+        if "attention.query_norm.weight" in w:
+            q, k = rms(q, w["attention.query_norm.weight"]), rms(k, w["attention.key_norm.weight"])
+        q, k = turned(q, base), turned(k, base)
+        mixed = []
+        for head in range(heads):
+            group = head // (heads // value_heads)
+            scores = q[head] @ k[group].T / math.sqrt(width)
+            hidden = torch.ones_like(scores).triu(1).bool()
+            mixed.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[group])
+        x = x + torch.cat(mixed, -1) @ w["attention.out.weight"].T
+        h = rms(x, w["norm.weight"])
+        gate, up = (h @ w["parts.ffn.up.weight"].T).chunk(2, -1)
+        x = x + (silu(gate) * up) @ w["parts.ffn.down.weight"].T
+    return rms(x, weights["norm.weight"]) @ weights["untied_head.weight"].T
+
+
+@pytest.mark.parametrize(
+    ("overrides", "value_heads", "width", "base"),
+    [
+        ([], 4, 6, 1e4),
+        (["model.kv_heads=2", "model.qk_norm=false", "model.rotary_base=500"], 2, 6, 500.0),
+        (["model.kv_heads=1", "model.head_dim=10", "model.bias=qkv"], 1, 10, 1e4),
+    ],
+)
+def test_the_block_is_that_of_its_equations(tmp_path, overrides, value_heads, width, base):
+    model = random_model(tmp_path, *overrides)
+    tokens = torch.randint(VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(2))
+    weights = {name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()}
+    expected = plain(weights, tokens, HEADS, value_heads, width, base)
+    torch.testing.assert_close(model(tokens[None])[0], expected, rtol=0, atol=1e-12)
+    direction = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    (expected * direction).sum().backward()
+    (model(tokens[None])[0] * direction).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=0, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_its_weights_are_those_of_models_in_use(tmp_path, family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    qwen = family == "qwen3"
+    ours = random_model(tmp_path, "model.kv_heads=2", "model.head_dim=8", f"model.qk_norm={str(qwen).lower()}").float()
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=40,
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        attention_bias=False,
+    )
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    own = ours.state_dict()
+    weights = {"model.embed_tokens.weight": own["embedding.weight"], "lm_head.weight": own["untied_head.weight"]}
+    weights["model.norm.weight"] = own["norm.weight"]
+    for layer in range(LAYERS):
+        block = part_of(own, f"blocks.{layer}.")
+        parts = dict(zip("qkv", block["attention.qkv.weight"].split([32, 16, 16]), strict=True))
+        gate, up = block["parts.ffn.up.weight"].chunk(2)
+        renamed = {f"self_attn.{name}_proj": weight for name, weight in parts.items()}
+        renamed |= {"self_attn.o_proj": block["attention.out.weight"], "mlp.gate_proj": gate, "mlp.up_proj": up}
+        renamed |= {"mlp.down_proj": block["parts.ffn.down.weight"], "input_layernorm": block["attention_norm.weight"]}
+        renamed["post_attention_layernorm"] = block["norm.weight"]
+        if qwen:
+            renamed["self_attn.q_norm"] = block["attention.query_norm.weight"]
+            renamed["self_attn.k_norm"] = block["attention.key_norm.weight"]
+        weights |= {f"model.layers.{layer}.{name}.weight": each for name, each in renamed.items()}
+    theirs.load_state_dict(weights)
+    tokens = torch.randint(VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+MEMORIES = (
+    "model.memories={n: {kind: ngram, layers: all, rows: 251, row_dim: 8, heads: 2}, "
+    "p: {kind: product-key, layers: 2, num_keys: 16, topk: 4, key_dim: 16, query_norm: rms}}"
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.positions=learned"],
+        ["model.smear=true", "model.kv_heads=2"],
+        [MEMORIES],
+        ["model.residual=parallel", MEMORIES],
+    ],
+)
+def test_documents_of_a_sequence_do_not_see_each_other(tmp_path, overrides):
+    model = random_model(tmp_path, "model.document_mask=true", *overrides)
+    random = torch.Generator().manual_seed(4)
+    documents = [
+        torch.cat([torch.zeros(1, dtype=int), torch.randint(1, VOCAB, (n,), generator=random)]) for n in (9, 13)
+    ]
+    packed = torch.cat(documents)[None]
+    expected = torch.cat([model(document[None])[0] for document in documents])
+    torch.testing.assert_close(model(packed)[0], expected, rtol=0, atol=1e-12)
+    seeing = random_model(tmp_path, *overrides)
+    assert (seeing(packed)[0, 10:] - expected[10:]).abs().max() > 1e-3
+
+    cache = KVCache(CONTEXT)
+    pieces = [model(packed[:, start:stop], cache)[0] for start, stop in ((0, 7), (7, 8), (8, 12), (12, 24))]
+    torch.testing.assert_close(torch.cat(pieces), expected, rtol=0, atol=1e-12)
+
+    loss = model(packed)[0, :10].square().sum()
+    loss.backward()
+    own = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    model(documents[0][None])[0].square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(own[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
+
+
+def test_smear_adds_a_part_of_the_token_before(tmp_path):
+    model = random_model(tmp_path, "model.smear=true")
+    tokens = torch.tensor([[0, 5, 7, 0, 9]])
+    embedded = model.embedding(tokens)
+    gate = torch.sigmoid(embedded[..., :16] @ model.smear.gate.weight[0])[..., None]
+    before = torch.zeros_like(embedded)
+    before[:, 1], before[:, 2], before[:, 4] = embedded[:, 0], embedded[:, 1], embedded[:, 3]  # none before a document
+    expected = embedded + model.smear.scale_1 * gate * before
+    (first, *_) = model.states(tokens)
+    torch.testing.assert_close(first, expected, rtol=0, atol=1e-12)
+    fresh = build_model(recipe_of(tmp_path, "model.smear=true"), VOCAB)
+    assert torch.equal(next(fresh.states(tokens)), fresh.embedding(tokens))
+
+
+def test_zero_out_starts_as_the_head_of_the_embedding(tmp_path):
+    model = build_model(recipe_of(tmp_path, "model.init=zero-out"), VOCAB)
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(model.hidden(tokens), model.norm(model.embedding(tokens)), rtol=0, atol=0)
+
+
+def test_muon_trains_the_matrices_of_attention_and_the_ffn_as_torch_does(tmp_path):
+    recipe = recipe_of(tmp_path, "optim.muon.lr=0.03", "train.steps=20", MEMORIES)
+    model, twin = (build_model(recipe, VOCAB) for _ in range(2))
+    groups = parameter_groups(model, recipe)
+    assert [group.name for group in groups] == ["dense", "muon", "n", "p"]
+    names = matrices_of(model)
+    assert [*groups[1].parameters] == names
+    assert names == [
+        *(f"blocks.0.{name}.weight" for name in ("attention.qkv", "attention.out", "parts.ffn.up", "parts.ffn.down")),
+        *(f"blocks.1.{name}.weight" for name in ("attention.qkv", "attention.out")),  # its FFN is a memory
+    ]
+    everything = [name for group in groups for name in group.parameters]
+    assert sorted(everything) == sorted(name for name, _ in model.named_parameters())
+
+    muon = torch.optim.Muon([twin.get_parameter(name) for name in names], lr=0.03, weight_decay=0.0, momentum=0.95)
+    random = torch.Generator().manual_seed(5)
+    for step in range(1, 21):
+        for group in muon.param_groups:
+            group["lr"] = groups[1].schedule.lr_at(step)
+        for name in names:
+            gradient = torch.randn(model.get_parameter(name).shape, generator=random)
+            model.get_parameter(name).grad, twin.get_parameter(name).grad = gradient.clone(), gradient.clone()
+        groups[1].step(step)
+        muon.step()
+    for name in names:
+        assert torch.equal(model.get_parameter(name), twin.get_parameter(name)), name
