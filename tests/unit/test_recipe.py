@@ -31,10 +31,10 @@ name: small
 model:
   dim: 256
   context: 128
+  document_mask: false
   memories: {pkm: {kind: product-key, layers: [5], num_keys: 128, key_dim: 128}}
-optim: {lr: 3e-4}
+optim: {lr: 3e-4, schedule: inverse-sqrt}
 train: {batch_tokens: 4096}
-base: block-2019
 """
 
 
@@ -373,7 +373,7 @@ def test_a_base_is_read_first_and_errors_name_the_file_at_fault(tmp_path: Path, 
     child.write_text("base: ../r.yaml\nmodel:\n  memories:\n  #  pkm: null\n")
     assert load_recipe(child).model == load_recipe(recipe_file).model  # a section without keys changes nothing
     recipe_file.write_text(GOOD + "log: {every: x}\n")
-    assert f"/{recipe_file.name}:8:7: log.every: found x" in error_of(child).message
+    assert f"/{recipe_file.name}:9:7: log.every: found x" in error_of(child).message
     recipe_file.write_text(GOOD + "base: sub/child.yaml\n")
     assert "inherits from itself" in error_of(child).message
     recipe_file.write_text(GOOD)
