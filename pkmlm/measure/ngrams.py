@@ -95,7 +95,7 @@ def ngrams_in_row(
     table = slot // (memory.tap.slots // memory.tap.heads)
     order = memory.orders[table]
     ids_UG, counts_U = seen.distinct(order)
-    here_U = memory.rows_of(ids_UG.to(memory.device))[:, table].cpu() == slot
+    here_U = (rows_read(memory, ids_UG)[:, table] == slot).any(-1)
 
     def piece(number: int) -> str:
         return tokenizer.piece(int((seen.ids_V == number).nonzero()[0, 0]))
@@ -107,33 +107,39 @@ def ngrams_in_row(
     ]
 
 
+def rows_read(memory: SparseMemory, ids_UG: Tensor) -> Tensor:
+    """The rows that n-grams read: (U, tables, k), on the CPU, where k is how many a table gives for one."""
+    return memory.rows_of(ids_UG.to(memory.device)).cpu().unflatten(-1, (memory.tap.heads, -1))
+
+
 def collisions(memory: SparseMemory, ngrams: Mapping[str, NGrams]) -> list[dict[str, Any]]:
-    """For each order: the distinct n-grams seen, the rows of a table, and the share of n-grams that are alone in their
-    row of a table (the mean over the order's tables), or of any of these tables. Each share is measured, and expected
-    for random rows: (1 - 1 / P)^(U - 1) for one table. Empty for a memory whose rows the stream chooses.
+    """For each order: the distinct n-grams seen, the rows of a table, and the share of n-grams that are alone in a row
+    of theirs (the mean over the k rows that an n-gram reads of each of the order's tables), or in any of them. Each
+    share is measured, and expected for random rows: (1 - k / P)^(U - 1) for one row. Empty for a memory whose rows the
+    stream chooses.
     """
     found = []
     rows = memory.tap.slots // memory.tap.heads
     for order in sorted(set(memory.orders)):
         ids_UG, _ = ngrams_for(memory, ngrams).distinct(order)
-        rows_UH = memory.rows_of(ids_UG.to(memory.device)).cpu()
+        rows_UHk = rows_read(memory, ids_UG)
         tables = [table for table, own in enumerate(memory.orders) if own == order]
         alone = []
         for table in tables:
-            row_U = rows_UH[:, table] - table * rows
-            alone.append(torch.bincount(row_U, minlength=rows)[row_U] == 1)
-        alone_HU = torch.stack(alone)
-        expected = (1 - 1 / rows) ** (len(ids_UG) - 1)
+            row_Uk = rows_UHk[:, table] - table * rows
+            alone.append(torch.bincount(row_Uk.flatten(), minlength=rows)[row_Uk] == 1)
+        alone_UR = torch.cat(alone, 1)  # of each row that an n-gram reads
+        expected = (1 - rows_UHk.shape[2] / rows) ** (len(ids_UG) - 1)
         found.append(
             {
                 "order": order,
                 "distinct": len(ids_UG),
                 "rows": rows,
                 "tables": len(tables),
-                "alone": float(alone_HU.double().mean()),
+                "alone": float(alone_UR.double().mean()),
                 "alone_expected": expected,
-                "alone_in_any": float(alone_HU.any(0).double().mean()),
-                "alone_in_any_expected": 1 - (1 - expected) ** len(tables),
+                "alone_in_any": float(alone_UR.any(1).double().mean()),
+                "alone_in_any_expected": 1 - (1 - expected) ** alone_UR.shape[1],
             }
         )
     return found

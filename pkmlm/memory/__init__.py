@@ -1,8 +1,7 @@
-"""Sparsely read memories: memories with keys (`key_memory`), experts found by keys (`peer`), MemoryFormer's hash tables
-(`hash_layer`), and tables of n-grams (`ngram`).
+"""Sparsely read memories, and what they have in common: the library that people put into networks of their own.
 
-Each is a `base.SparseMemory`: it reads rows of its `values.Values` through a tap, on which usage is observed; `init`
-draws weights, `row_adam` moves rows. The transformer builds memories; costs, the optimizer and the reports find them by
-what `base` defines. This folder may import kernels, distributed and recipe. A new kind with keys takes a new file here,
-a line in the transformer's table of kinds, and its name in the recipe's schema.
+A kind is a folder with a `spec.py` (its keys, without torch) and a `layer.py` (what it computes); `registry` lists the
+kinds. `spec` and `base` say what the rest of pkmlm may ask of a memory, and nothing outside asks its kind. Memories
+read rows of a `table` through a tap, on which usage is observed; `tokens` finds what they need to know of the tokens,
+`init` draws weights, `row_adam` moves rows. This folder imports only kernels, distributed, errors and seeds.
 """

@@ -98,7 +98,8 @@ class UsageTap(Tap):
         return memory_label(self.entry)
 
     def forward(self, slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots read (int64, below `slots`) and their weights (floating), unchanged.
+        """Slots read (int64, below `slots`) and their weights (floating), unchanged: (N, H, k) each. The k slots of a
+        head (or table) are distinct.
 
         The weights come from the scores alone: they contain nothing else of the token, such as an expert's activation.
         """
@@ -116,13 +117,13 @@ class SparseMemory(nn.Module, ABC):
         spec: the keys that it was made from.
         tap: sees the slots and weights of all reads.
         values: the table.
-        reads: rows that one token reads, of each table.
+        reads: rows that one token reads: those of all heads, or of all tables together.
         outputs: sums that are taken of them, each of equally many rows.
         weighted: whether reads have weights of their own; otherwise each weighs 1.
         scores_per_query: scores that a search for slots computes for one query of one head; 0: it does not search.
         sign: the sign of the factor by which the layer's output reaches the residual stream, 1 or -1.
         stream: what stands for the memory in the names of the random streams of its initial weights, within a block.
-        orders: for each table, how many tokens choose its row; empty: the stream does.
+        orders: for each table (`tap.heads`), how many tokens choose its rows; empty: the stream does.
     """
 
     spec: Spec
@@ -159,7 +160,8 @@ class SparseMemory(nn.Module, ABC):
         return []
 
     def rows_of(self, ids_BTG: Tensor) -> Tensor:
-        """The rows that tokens read (B, T, H), from the ids of the tokens that they see, where `orders` is not empty.
+        """The rows that tokens read (B, T, H * k), k of each table, from the ids of the tokens that they see, where
+        `orders` is not empty.
 
         Args:
             ids_BTG: as in `pkmlm.memory.tokens.Past`.

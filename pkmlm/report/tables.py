@@ -360,7 +360,7 @@ def prompt_table(record: Entry) -> Table:
         for token in record["tokens"]
         for rank, slot in enumerate(token["slots"])
     ]
-    which = "Strongest slots of each token" if record["weighted"] else "Slots of the first tables, for each token"
+    which = "Strongest slots of each token" if record["weighted"] else "First slots of each token, which weigh the same"
     return Table(f"{which}: {_slots_title(record)}", columns, rows)
 
 

@@ -109,7 +109,7 @@ class Draws:
         memories = {}
         for number, kind in enumerate(kinds):
             values = self.values(SPECS[kind], kind, ("kind",))
-            if "topk" in values:  # in place of an FFN, unless that is taken
+            if SPECS[kind]().places(beside=False) == ("ffn",):  # unless that is taken
                 taken = "hash" in kinds or any(kind == other for other in kinds[:number])
                 values["layers"] = self.value(f"layers {taken}", BESIDE if taken else IN_PLACE)
             memories[f"m{number}-{kind}"] = SPECS[kind](kind=kind, **values)

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.distributed import World
+from pkmlm.measure.ngrams import NGrams, collisions, ngrams_in_row
 from pkmlm.memory.base import usage_taps
 from pkmlm.memory.token.layer import TokenMemory
 from pkmlm.memory.tokens import TokenIds
@@ -51,6 +54,37 @@ def test_each_head_has_a_gate_of_the_stream():
 def test_arguments_are_checked(wrong, said):
     with pytest.raises(ValueError, match=said):
         TokenMemory(D, **{"vocab_size": V, **wrong})
+
+
+class TwoRows(TokenMemory):
+    """Two rows for each token, of the first 7 and of the next 5."""
+
+    def rows_of(self, ids_BTG: torch.Tensor) -> torch.Tensor:
+        return torch.cat([ids_BTG % 7, 7 + ids_BTG % 5], -1)
+
+
+def test_tokens_are_told_of_each_of_the_rows_that_they_read(tokens):
+    memory, seen = TwoRows(D, vocab_size=V), [1, 3, 8, 9, 9, 15]
+    ngrams = NGrams(TokenIds(V, [memory.spec.lookback]))
+    ngrams.add(torch.tensor(seen)[:, None])
+    ngrams.gather(World())
+    rows = {token: {token % 7, 7 + token % 5} for token in set(seen)}
+    tokenizer = Tokenizer.load(tokens / "tokenizer.model")
+    for slot in range(12):
+        told = ngrams_in_row(tokenizer, memory, {"plain": ngrams}, slot)
+        here = [token for token in seen if slot in rows[token]]
+        assert {(each["tokens"][0], each["count"]) for each in told} == {
+            (tokenizer.piece(token), here.count(token)) for token in here
+        }
+    (found,) = collisions(memory, {"plain": ngrams})
+    alone = {
+        token: [all(row not in rows[other] for other in rows if other != token) for row in rows[token]]
+        for token in rows
+    }
+    assert found["distinct"] == 5
+    assert found["alone"] == sum(map(sum, alone.values())) / 10
+    assert found["alone_in_any"] == sum(map(any, alone.values())) / 5
+    assert found["alone_expected"] == (1 - 2 / V) ** 4
 
 
 def model_of(tmp_path, into: str):
