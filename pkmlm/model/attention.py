@@ -167,12 +167,13 @@ class Attention(nn.Module):
             ValueError: a cache or a layout with anything but a softmax.
         """
         sizes = (self.heads, self.value_heads, self.value_heads)
-        split_BhTe = self.qkv(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
-        q_BhTe, k_BhTe, v_BhTe = split_BhTe.split(sizes, 1)
+        batch, new, _ = x_BTD.shape
+        split_BhTe = self.qkv(x_BTD).view(batch, new, -1, self.width).transpose(1, 2)
+        q_BhTe, k_BhTe, v_BhTe = split_BhTe.split_with_sizes(sizes, 1)
         if self.query_norm is not None and self.key_norm is not None:
             q_BhTe, k_BhTe = normed(self.query_norm, q_BhTe), normed(self.key_norm, k_BhTe)
         if more_BTD is not None:
-            v_BhTe = v_BhTe + more_BTD.to(v_BhTe.dtype).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            v_BhTe = v_BhTe + more_BTD.to(v_BhTe.dtype).view(batch, new, -1, self.width).transpose(1, 2)
         if cos_sin is not None:
             q_BhTe, k_BhTe = rotate(q_BhTe, cos_sin), rotate(k_BhTe, cos_sin)
         if self.efficient is None:
@@ -181,7 +182,7 @@ class Attention(nn.Module):
             mixed_BhTe = self.efficient(q_BhTe, k_BhTe, v_BhTe)
         else:
             raise ValueError("only softmax attention reads a cache or a layout")
-        y_BTE = mixed_BhTe.transpose(1, 2).flatten(2)
+        y_BTE = mixed_BhTe.transpose(1, 2).reshape(batch, new, -1)
         return y_BTE if self.out is None else self.out(y_BTE)
 
     def _softmax(

@@ -135,14 +135,17 @@ class Block(nn.Module):
         Raises:
             ValueError: the block has a memory that needs `pasts`, and it is None.
         """
-        pasts = pasts or {}
-        if missing := set(self.ids.values()).difference(pasts):
-            raise ValueError(f"a memory of this block needs `pasts` of {' and '.join(missing)} ids")
-        for name, memory in self.before.items():
-            x_BTD = x_BTD + self.dropout(memory(x_BTD, pasts[self.ids[name]]))
+        seen, more_BTD = pasts or {}, None
+        if self.ids:
+            if missing := set(self.ids.values()).difference(seen):
+                raise ValueError(f"a memory of this block needs `pasts` of {' and '.join(missing)} ids")
+            for name, memory in self.before.items():
+                x_BTD = x_BTD + self.dropout(memory(x_BTD, seen[self.ids[name]]))
         h_BTD = self.attention_norm(x_BTD)
-        more = [memory(h_BTD, pasts[self.ids[name]]) for name, memory in self.values.items()]
-        mixed_BTD = self.attention(h_BTD, cos_sin, cache, layout, sum(more[1:], more[0]) if more else None)
+        for name, memory in self.values.items() if self.ids else ():
+            own_BTD = memory(h_BTD, seen[self.ids[name]])
+            more_BTD = own_BTD if more_BTD is None else more_BTD + own_BTD
+        mixed_BTD = self.attention(h_BTD, cos_sin, cache, layout, more_BTD)
         z_BTD = x_BTD + self.dropout(mixed_BTD)
         h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
         for part in self.parts.values():
