@@ -152,6 +152,13 @@ class TableOptim(Section):
         return lr * (self.lr_scale or self.default_lr_scale)
 
 
+@dataclass(frozen=True)
+class EveryRowOptim(TableOptim):
+    """How tables learn that Adam updates as a whole unless the recipe says otherwise."""
+
+    optimizer: Optimizer = key("adam", "row-adam and row-sgd update only the rows that were read; adam all rows")
+
+
 class TableShape(NamedTuple):
     """A table of a memory in one layer, or that its layers share.
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pkmlm.memory.spec import Optimizer, Place, Site, Spec, SpecError, TableOptim, TableShape, key
+from pkmlm.memory.spec import EveryRowOptim, Place, Site, Spec, SpecError, TableShape, key
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,12 +14,10 @@ MOST_BITS = 16
 
 
 @dataclass(frozen=True)
-class HashOptim(TableOptim):
+class HashOptim(EveryRowOptim):
     """How the tables learn: as the rest, but at three times its rate (MemoryFormer's recipes set 1)."""
 
     default_lr_scale: ClassVar[float] = 3.0
-
-    optimizer: Optimizer = key("adam", "row-adam and row-sgd update only the rows that were read; adam all rows")
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pkmlm.memory.spec import (
     MAX_SLOTS,
+    EveryRowOptim,
     Lookback,
-    Optimizer,
     Place,
     Site,
     Spec,
     SpecError,
-    TableOptim,
     TableShape,
     key,
     size,
@@ -27,12 +26,10 @@ TAPS = 4  # positions that the convolution sees, the largest order apart
 
 
 @dataclass(frozen=True)
-class NGramOptim(TableOptim):
+class NGramOptim(EveryRowOptim):
     """How the tables learn: as the rest, but at five times its rate."""
 
     default_lr_scale: ClassVar[float] = 5.0
-
-    optimizer: Optimizer = key("adam", "row-adam and row-sgd update only the rows that were read; adam all rows")
 
 
 @dataclass(frozen=True)
