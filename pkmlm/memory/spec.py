@@ -58,10 +58,10 @@ def size(default: Any, text: str, le: int = MAX_INT) -> Any:
 
 
 LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "ge": ("{:g} or more", lambda value, limit: value >= limit),
-    "gt": ("more than {:g}", lambda value, limit: value > limit),
-    "lt": ("less than {:g}", lambda value, limit: value < limit),
-    "le": ("at most {:g}", lambda value, limit: value <= limit),
+    "ge": ("{} or more", lambda value, limit: value >= limit),
+    "gt": ("more than {}", lambda value, limit: value > limit),
+    "lt": ("less than {}", lambda value, limit: value < limit),
+    "le": ("at most {}", lambda value, limit: value <= limit),
 }
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -101,7 +101,7 @@ def unfit(value: Any, kind: Any, limits: Mapping[str, Any]) -> tuple[Any, str] |
     if kind is float and not math.isfinite(value):
         return value, "a number within 64-bit floating point"
     broken = [
-        text.format(limits[name])
+        text.format(f"{limits[name]:g}" if isinstance(limits[name], float) else limits[name])
         for name, (text, holds) in LIMITS.items()
         if name in limits and not holds(value, limits[name])
     ]
