@@ -52,7 +52,7 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
         try:
             recipe = load_recipe(file, overrides)
             click.echo(printable(f"ok  {file}: {recipe.name}"))
-            for text in warnings(recipe):
+            for text in warnings(recipe, counted=recipe.train.epochs is None):
                 warn(f"{file}: {text}")
         except UserError as error:
             if f" {Path(file)}" not in f" {error.message}":  # the mistake is in an override or in the file's base

@@ -42,9 +42,9 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
     if not re.fullmatch(r"\w[\w.+-]{0,99}", recipe.name):
         expected = "at most 100 letters, digits and . _ + -, not beginning with . + or -"
         check.fail("name", f"found {recipe.name!r}", expected)
+    check_attention(check, recipe)
     check_memories(check, recipe.model)
     check_sizes(check, recipe.model)
-    check_attention(check, recipe)
     check_training(check, recipe)
     check_finetuning(check, recipe)
     check_division(check, recipe)

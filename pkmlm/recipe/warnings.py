@@ -3,9 +3,13 @@
 from pkmlm.recipe.schema import Recipe
 
 
-def warnings(recipe: Recipe) -> list[str]:
-    """Warnings about what is valid but probably not meant, one line each."""
-    return warmup_warnings(recipe) + random_weights_warning(recipe)
+def warnings(recipe: Recipe, *, counted: bool = True) -> list[str]:
+    """Warnings about what is valid but probably not meant, one line each.
+
+    Args:
+        counted: whether `train.steps` is what training takes; with `train.epochs` it is not until the tokens are known.
+    """
+    return (warmup_warnings(recipe) if counted else []) + random_weights_warning(recipe)
 
 
 def random_weights_warning(recipe: Recipe) -> list[str]:

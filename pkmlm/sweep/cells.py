@@ -125,7 +125,7 @@ class Cells:
         """The warnings of all cells' recipes, a line each, with the cells that they concern."""
         found: dict[str, list[str]] = {}
         for cell in self.whole.values():
-            for text in warnings(cell.recipe):
+            for text in warnings(cell.recipe, counted=cell.recipe.train.epochs is None):
                 found.setdefault(text, []).append(cell.name)
         return [f"{', '.join(names)}: {text}" for text, names in found.items()]
 
