@@ -40,9 +40,7 @@ class KeysOptim(Section):
 
 @dataclass(frozen=True)
 class KeyedOptim(TableOptim):
-    """How values and keys learn. Values have a rate of their own (Lample et al. 2019, sec. 4.3: 1e-3, constant)."""
-
-    default_lr: ClassVar[float | None] = 1e-3
+    """How values and keys learn. Values have a schedule of their own (Lample et al. 2019, sec. 4.3: constant)."""
 
     betas: tuple[float, float] | None = key((0.9, 0.999), "Adam's decay rates; null: those of optim", ge=0, lt=1)
     schedule: TableSchedule | None = key(
@@ -56,6 +54,7 @@ class KeyedOptim(TableOptim):
 class KeySpec(Spec):
     """What the kinds have in common: heads, each with a query and its own keys, read the values of their best slots."""
 
+    default_lr: ClassVar[float | None] = 1e-3  # Lample et al. 2019, sec. 4.3
     of_the_model: ClassVar[tuple[str, ...]] = ("share_values",)
     shapeless: ClassVar[tuple[str, ...]] = ("topk", "scores")
 

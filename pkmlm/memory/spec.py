@@ -112,9 +112,6 @@ def unfit(value: Any, kind: Any, limits: Mapping[str, Any]) -> tuple[Any, str] |
 class TableOptim(Section):
     """How the tables of a memory learn."""
 
-    default_lr: ClassVar[float | None] = None
-    default_lr_scale: ClassVar[float] = 1.0
-
     optimizer: Optimizer = key(
         "row-adam",
         "row-adam updates only the rows that were read; adam all rows; row-sgd those read, without moments",
@@ -142,14 +139,6 @@ class TableOptim(Section):
             raise SpecError("lr_scale", f"found {self.lr_scale:g} beside lr {self.lr:g}", "one of the two", "lr")
         if self.schedule == "relative" and not any(self.times):
             raise SpecError("times", "found [0, 0], with which tables never learn", "one above 0", "schedule")
-
-    def peak(self, lr: float) -> float:
-        """The peak learning rate, where that of `optim` is `lr`."""
-        if self.lr is not None:
-            return self.lr
-        if self.lr_scale is None and self.default_lr is not None:
-            return self.default_lr
-        return lr * (self.lr_scale or self.default_lr_scale)
 
 
 @dataclass(frozen=True)
@@ -215,6 +204,8 @@ class Spec(Section):
     """One memory of a recipe: the keys of its kind. Its class says what all memories of the kind have in common.
 
     Attributes:
+        default_lr: the peak learning rate of its tables, where the recipe gives none; None: `default_lr_scale`.
+        default_lr_scale: the same, as a multiple of `optim.lr`.
         title: of the kind, as a heading: "Product keys".
         unit: what one row of its tables is called: "slot", "bucket", "row" or "expert".
         of_the_model: keys that are no arguments of a layer.
@@ -224,6 +215,8 @@ class Spec(Section):
         shares: whether its layers read one table.
     """
 
+    default_lr: ClassVar[float | None] = None
+    default_lr_scale: ClassVar[float] = 1.0
     title: ClassVar[str]
     unit: ClassVar[str] = "slot"
     of_the_model: ClassVar[tuple[str, ...]] = ()
@@ -239,6 +232,15 @@ class Spec(Section):
         """How its tables learn: its section `optim`."""
         optim: TableOptim = getattr(self, "optim")  # noqa: B009 - each kind declares its own
         return optim
+
+    def peak_lr(self, lr: float) -> float:
+        """The peak learning rate of its tables, where that of `optim` is `lr`."""
+        optim = self.table_optim
+        if optim.lr is not None:
+            return optim.lr
+        if optim.lr_scale is None and self.default_lr is not None:
+            return self.default_lr
+        return lr * (optim.lr_scale or self.default_lr_scale)
 
     @property
     def arguments(self) -> dict[str, Any]:

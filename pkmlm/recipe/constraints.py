@@ -111,13 +111,16 @@ def check_ranks(recipe: Recipe, ranks: int, file: str) -> None:
         UserError: a step does not divide into whole micro-batches on every rank, the ranks do not divide into groups
             of `parallel.memory`, or a memory has more slots than ranks can exchange.
     """
-    check, parts = Check(dict.fromkeys(("parallel.memory", "train.micro_batch"), file)), recipe.parallel.memory
-    for name, memory in recipe.model.memories.items():
-        for table in memory.tables(recipe.model.dim, recipe.model.vocab_size or 1):
-            if ranks > 1 and table.rows > MAX_SLOTS:
-                check.places = {**check.places, (key := f"model.memories.{name}.{table.key}"): file}
-                expected = f"at most {MAX_SLOTS:,} with more than one process"
-                check.fail(key, f"{table.rows:,} rows in a table", expected)
+    model, parts = recipe.model, recipe.parallel.memory
+    rows = {
+        f"model.memories.{name}.{table.key}": table.rows
+        for name, memory in model.memories.items()
+        for table in memory.tables(model.dim, model.vocab_size or 1)
+    }
+    check = Check(dict.fromkeys(("parallel.memory", "train.micro_batch", *rows), file))
+    for key, count in rows.items():
+        if ranks > 1 and count > MAX_SLOTS:
+            check.fail(key, f"{count:,} rows in a table", f"at most {MAX_SLOTS:,} with more than one process")
     if ranks % parts:
         check.fail(
             "parallel.memory", f"{parts} does not divide the number of processes, {ranks}", f"a divisor of {ranks}"

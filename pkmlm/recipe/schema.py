@@ -180,11 +180,11 @@ class Optim:
     )
     clip: Clip = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
 
-    def filled(self, tables: TableOptim) -> TableOptim:
+    def filled(self, memory: Spec) -> TableOptim:
         """How the tables of a memory learn, with the values of this section where that says nothing."""
-        shared = ("betas", "eps", "schedule", "warmup_steps", "final_lr")
+        tables, shared = memory.table_optim, ("betas", "eps", "schedule", "warmup_steps", "final_lr")
         given = {name: getattr(self, name) for name in shared if getattr(tables, name) is None}
-        return replace(tables, lr=tables.peak(self.lr), lr_scale=None, **given)
+        return replace(tables, lr=memory.peak_lr(self.lr), lr_scale=None, **given)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -279,8 +279,7 @@ class Recipe:
         `optim` filled in.
         """
         tables = {
-            f"model.memories.{name}.optim": self.optim.filled(memory.table_optim)
-            for name, memory in self.model.memories.items()
+            f"model.memories.{name}.optim": self.optim.filled(memory) for name, memory in self.model.memories.items()
         }
         relative = any(group.schedule == "relative" for group in tables.values())  # to the schedule of `optim`
         return {"optim": self.optim, **tables} if self.train.only == "all" or relative else {**tables}
@@ -422,6 +421,13 @@ def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
+
+
+def differences(before: Recipe, now: Recipe) -> dict[str, tuple[str, str]]:
+    """The keys in which two recipes differ, each with both values as YAML: "absent" where a recipe lacks the memory."""
+    old, new = ({key: scalar_text(value) for key, value in flatten(each).items()} for each in (before, now))
+    pairs = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in {**old, **new}}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def named_values(section: Any) -> list[tuple[str, Any]]:

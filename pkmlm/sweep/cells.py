@@ -11,7 +11,7 @@ from pkmlm.errors import UserError
 from pkmlm.files import open_file
 from pkmlm.recipe.load import read_tree, recipe_of
 from pkmlm.recipe.nodes import Node
-from pkmlm.recipe.schema import Recipe, flatten, scalar_text
+from pkmlm.recipe.schema import Recipe, differences
 from pkmlm.recipe.warnings import warnings
 from pkmlm.report.compare import Facts, facts_of
 from pkmlm.report.metrics import MEASURES, TASKS, mean
@@ -94,6 +94,8 @@ class Cells:
         overrides = [*self.grid.overrides(point, [*tuning, *self.extra]), f"train.seed={seed}"]
         try:
             recipe = recipe_of(self.tree, overrides)
+            if recipe.train.epochs is not None and recipe.data.folders:
+                recipe = recipe.with_epochs(Corpus(recipe.data.folders, "train").tokens)
         except UserError as error:
             where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
             raise UserError(f"{where}: {error.message}", error.hint, error.exit_code) from None
@@ -125,7 +127,7 @@ class Cells:
         """The warnings of all cells' recipes, a line each, with the cells that they concern."""
         found: dict[str, list[str]] = {}
         for cell in self.whole.values():
-            for text in warnings(cell.recipe, counted=cell.recipe.train.epochs is None):
+            for text in warnings(cell.recipe):
                 found.setdefault(text, []).append(cell.name)
         return [f"{', '.join(names)}: {text}" for text, names in found.items()]
 
@@ -240,13 +242,9 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
         if recipe != cell.recipe and not has_moved_tokens(run, recipe, cell.recipe):
             # Resuming it could take it for complete despite another eval.tokens, or continue at learning rates that a
             # run of these steps would not have had. Without a checkpoint, it is trained from the start.
-            before, now = flatten(recipe), flatten(cell.recipe)
-            differences = ", ".join(
-                f"{key} {scalar_text(before.get(key))} (expected {scalar_text(now[key])})"
-                for key in now
-                if before.get(key) != now[key]
-            )
-            message = f"its run has {differences}: set it back with -s, or name another folder with -o"
+            pairs = differences(recipe, cell.recipe).items()
+            found = ", ".join(f"{key} {had} (expected {asked})" for key, (had, asked) in pairs)
+            message = f"its run has {found}: set it back with -s, or name another folder with -o"
             return Outcome(cell, "failed", {}, message, WRONG_USAGE) if run.steps() else None
         if run.facts().get("status") == "diverged":
             return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")

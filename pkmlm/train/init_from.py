@@ -13,7 +13,7 @@ from pkmlm.files import sha256_of
 from pkmlm.memory.init import initialise
 from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import Transformer, build_model, streams
-from pkmlm.recipe.schema import Model, flatten, scalar_text
+from pkmlm.recipe.schema import Model, differences
 from pkmlm.runs.checkpoint import check_weights, load_weights, verify
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest, read_progress
@@ -21,7 +21,10 @@ from pkmlm.train.job import Job
 
 HEAD = "untied_head.weight"
 IDS = "token_ids."  # which the tokenizer gives, whatever a checkpoint holds
-SHAPELESS = {"model.heads", "model.residual", "model.activation", "model.attention"}
+SHAPELESS = {
+    *("model.heads", "model.kv_heads", "model.head_dim", "model.attention", "model.document_mask", "model.residual"),
+    *("model.norm", "model.ffn"),
+}
 
 
 @torch.no_grad()
@@ -123,17 +126,16 @@ def _naming_the_key(job: Job, source: RunDirectory) -> Iterator[None]:
 
 def _differing_keys(job: Job, source: RunDirectory) -> dict[str, str]:
     """The keys of the model that both recipes have, and in which they differ, each with a text that says how."""
-    before = flatten(source.recipe())
     return {
-        key: f"{key} is {scalar_text(before[key])} there and {scalar_text(value)} here"
-        for key, value in flatten(job.recipe).items()
-        if key.startswith("model.") and ".optim." not in key and value != before.get(key, value)
+        key: f"{key} is {there} there and {here} here"
+        for key, (there, here) in differences(source.recipe(), job.recipe).items()
+        if key.startswith("model.") and ".optim." not in key and "absent" not in (there, here)
     }
 
 
 def _shapeless(model: Model) -> set[str]:
     """Keys that change what a model computes from its weights, but not the shape of a tensor."""
-    rotary = {"model.rotary_fraction"} if model.positions == "rotary" else set()
+    rotary = {"model.rotary_fraction", "model.rotary_base"} if model.positions == "rotary" else set()
     of_memories = {
         f"model.memories.{name}.{key}" for name, memory in model.memories.items() for key in ("kind", *memory.shapeless)
     }

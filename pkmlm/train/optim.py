@@ -92,7 +92,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
     for memory in memories(model):
         read_by[memory.tap.name].update(memory.read_tables())
     for name, spec in recipe.model.memories.items():
-        learns: Any = optim.filled(spec.table_optim)
+        learns: Any = optim.filled(spec)
         schedule = replace(dense, times=learns.times)
         if learns.schedule != "relative":
             schedule = LrSchedule(

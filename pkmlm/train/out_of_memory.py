@@ -6,7 +6,7 @@ from dataclasses import replace
 from pkmlm.cost import bytes_held, cost_of
 from pkmlm.device import DeviceSettings, Precision, free_bytes
 from pkmlm.errors import UserError
-from pkmlm.recipe.schema import Recipe, flatten
+from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.train.job import Job
 
 OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow with the micro-batch
@@ -16,7 +16,7 @@ def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError
     """The error that says what a run of this many ranks needs, and which key to lower; exit code 1."""
     training = rank_bytes(job, precision, ranks)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
-    key, value = key_to_lower(job.recipe, training)
+    key, value = key_to_lower(job.recipe, job.vocab_size, training)
     elsewhere = "" if key == "train.micro_batch" else " (under another -o, if the run has a checkpoint)"
     return UserError(
         f"out of memory: {needed(training, ranks)} besides the framework ({parts or 'little of each part'})",
@@ -31,7 +31,7 @@ def too_large_warning(job: Job, settings: DeviceSettings, ranks: int) -> list[st
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if settings.device.type == "cpu" else 1
     if beside * sum(training.values()) <= free:
         return []
-    key, value = key_to_lower(job.recipe, training)
+    key, value = key_to_lower(job.recipe, job.vocab_size, training)
     several = f" for {beside} ranks" if beside > 1 else ""
     return [f"{needed(training, ranks)}; {free / 1e6:,.0f} MB are free{several}: lower {key}, which is {value}"]
 
@@ -46,19 +46,16 @@ def needed(training: dict[str, int], ranks: int) -> str:
     return f"{'each rank' if ranks > 1 else 'training'} needs about {sum(training.values()) / 1e6:,.0f} MB"
 
 
-def key_to_lower(recipe: Recipe, training: dict[str, int]) -> tuple[str, int]:
+def key_to_lower(recipe: Recipe, vocab_size: int, training: dict[str, int]) -> tuple[str, str]:
     """The key, and its value, of what takes most of a rank's `training` memory: the micro-batch if a forward pass takes
-    more than everything else; otherwise what makes the largest table of a memory so large, or the width.
+    more than everything else; otherwise what makes most of the parameters of a memory so many, or the width.
     """
     model, micro_batch = recipe.model, recipe.train.micro_batch
     if micro_batch > 1 and 2 * sum(training.get(name, 0) for name in OF_A_FORWARD) > sum(training.values()):
-        return "train.micro_batch", micro_batch
-    keys = {}
+        return "train.micro_batch", str(micro_batch)
+    sizes = {"model.dim": 0}
     for name, memory in model.memories.items():
-        layers = 1 if memory.shares else len(memory.layer_places(model.layers))
-        for table in memory.tables(model.dim, model.vocab_size or 1):
-            keys[f"model.memories.{name}.{table.key}"] = layers * table.rows * table.width
-    if not keys:
-        return "model.dim", model.dim
-    largest = max(keys, key=lambda key: keys[key])
-    return largest, flatten(recipe)[largest]
+        found = memory.sizes(model.dim, vocab_size, len(memory.layer_places(model.layers)))
+        sizes |= {f"model.memories.{name}.{key}": size for key, size in found.items()}
+    largest = max(sizes, key=lambda key: sizes[key])
+    return largest, scalar_text(flatten(recipe)[largest])

@@ -4,7 +4,7 @@ from typing import Any
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Recipe, flatten, scalar_text
+from pkmlm.recipe.schema import Recipe, differences
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
 from pkmlm.train.job import Job, hashes_of
@@ -12,9 +12,10 @@ from pkmlm.train.job import Job, hashes_of
 # The keys, or beginnings of keys, that may change when a run is resumed. Changes of CHANGES_NUMBERS are reported: later
 # numbers are not those of an uninterrupted run.
 CHANGES_NUMBERS = (
-    *("train.steps", "optim.decay_steps", "train.micro_batch", "train.recompute", "train.init_from"),
+    *("train.steps", "train.epochs", "optim.decay_steps", "train.micro_batch", "train.recompute", "train.init_from"),
     *("parallel.", "eval.tokens", "eval.recalibrate"),
 )
+LENGTH = ("train.steps", "train.epochs")
 # For data.dir and the background, the content is compared instead.
 CHANGES_NO_NUMBERS = ("name", "data.dir", "finetune.background", "eval.", "checkpoint.", "log.")
 
@@ -96,7 +97,7 @@ def change_warnings(
     for key, text in changed_keys(recipe_before, recipe).items():
         if key == "train.init_from":
             changed.append(f"{text} (ignored: the run has a checkpoint of its own)")
-        elif key.startswith(CHANGES_NUMBERS) and (rate_depends_on_steps or key != "train.steps"):
+        elif key.startswith(CHANGES_NUMBERS) and (rate_depends_on_steps or key not in LENGTH):
             changed.append(text)
     if not changed:
         return []
@@ -114,17 +115,7 @@ def lost_metrics_warning(run: RunDirectory) -> list[str]:
 
 def changed_keys(before: Recipe, now: Recipe) -> dict[str, str]:
     """The keys in which two recipes differ, each with a text that says how."""
-    old, new = flatten(before), flatten(now)
-    return {
-        key: change(key, shown(old, key), shown(new, key))
-        for key in {**old, **new}
-        if key not in old or key not in new or old[key] != new[key]
-    }
-
-
-def shown(values: dict[str, Any], key: str) -> str:
-    """The value of a key as YAML; of a memory that a recipe lacks, "absent"."""
-    return scalar_text(values[key]) if key in values else "absent"
+    return {key: change(key, *pair) for key, pair in differences(before, now).items()}
 
 
 def change(name: str, old: Any, new: Any) -> str:

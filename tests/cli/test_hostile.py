@@ -118,7 +118,7 @@ def test_changed_keys_are_listed_in_one_warning(begun, copy):
 def test_keys_that_decide_a_runs_numbers_are_fixed():
     may_change = {key for key in flatten(recipe_2019()) if key.startswith(CHANGES_NUMBERS + CHANGES_NO_NUMBERS)}
     decisive = {key for key in may_change if key.partition(".")[0] in ("model", "optim", "train", "finetune")}
-    free = {f"train.{key}" for key in ("steps", "micro_batch", "recompute", "init_from")}
+    free = {f"train.{key}" for key in ("steps", "epochs", "micro_batch", "recompute", "init_from")}
     assert decisive == free | {"optim.decay_steps", "finetune.background"}
 
 

@@ -23,7 +23,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest
 from pkmlm.runs.results import tasks_file, write_evaluation
 from pkmlm.signals import StopRequest, handled
-from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end
+from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end, finished
 from pkmlm.sweep.grid import read_grid
 from pkmlm.sweep.run import TIMED_TOKENS, Runner
 from tests.conftest import given, pkmlm
@@ -227,6 +227,16 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     (folder / "cells" / "256_seed-1" / "run.json").unlink()
     pkmlm(*sweep, "--table")
     assert "torch unknown" in (folder / "README.md").read_text(), "it only records how the run was started"
+
+
+def test_a_cell_of_epochs_is_found_finished(grid, tmp_path):
+    cell = cells_of(grid, 12, "train.epochs=1", "train.batch_tokens=16384")["none_seed-1"]
+    assert cell.recipe.train.steps < 12, "as many as they take"
+    words = given(*cell.overrides)
+    pkmlm("train", grid.parent / "product-key.yaml", "-o", tmp_path / cell.name, "-q", *words)
+    outcome = finished(cell, tmp_path)
+    assert outcome is not None
+    assert (outcome.status, outcome.message) == ("measured", "")
 
 
 def test_tokens_that_have_moved_are_those_of_the_cells(grid, tokens, tmp_path):

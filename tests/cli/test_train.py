@@ -126,6 +126,16 @@ def test_a_finished_run_says_so_and_more_steps_train_longer(tmp_path, write_reci
     assert [step for step, event, _ in losses(run) if event == "train"] == [1, 2, 3, 4, 5, 6]
 
 
+def test_epochs_are_as_many_steps_as_they_take_and_more_of_them_train_longer(tmp_path, write_recipe, tokens):
+    pieces = -(-Corpus(tokens, "train").tokens // 32)
+    words = ["train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-q", *given("train.batch_tokens=16384")]
+    pkmlm(*words, *given("train.epochs=1"))
+    assert len(losses(tmp_path / "run")) >= (first := -(-pieces // 512))
+    assert (tmp_path / "run/latest").read_text() == f"step-{first:08d}\n"
+    assert "train.epochs was 1 and is now 2" in pkmlm(*words, *given("train.epochs=2")).stderr
+    assert (tmp_path / "run/latest").read_text() == f"step-{-(-2 * pieces // 512):08d}\n"
+
+
 def test_a_kill_just_before_a_finished_run_goes_on_leaves_it_unfinished(tmp_path, write_recipe, monkeypatch):
     """The recipe already says more steps then; the run has not taken them."""
     run, longer = tmp_path / "run", ["train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-s"]

@@ -115,6 +115,12 @@ def test_what_the_same_weights_mean_is_told_where_it_changes(trained):
     (warning,) = warnings_of(job_from(trained("dense"), "model.heads=4", "model.rotary_fraction=0.5"))
     assert "model.heads is 2 there and 4 here" in warning
     assert "rotary" not in warning, "it has no effect"
+    changes = ("model.ffn=relu", "model.document_mask=false", "model.rotary_base=500")
+    (warning,) = warnings_of(job_from(trained("modern"), *changes[1:]))
+    assert "model.document_mask is true there and false here" in warning
+    assert "model.rotary_base is 10000.0 there and 500.0 here" in warning
+    (warning,) = warnings_of(job_from(trained("dense"), changes[0]))
+    assert "model.ffn is gelu there and relu here" in warning
     (warning,) = warnings_of(job_from(trained("ngram"), "model.memories.ngrams.canonical=false"))
     assert "model.memories.ngrams.canonical is true there and false here" in warning
     assert "ids_V" not in warning, "the tokenizer gives them"

@@ -9,7 +9,7 @@ import pytest
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.device import select_device
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Log
+from pkmlm.recipe.schema import Log, flatten, scalar_text
 from pkmlm.train.job import Job
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.monitor import DEAD_FOR, FEWEST, TrainingMonitor
@@ -117,13 +117,14 @@ def test_a_warning_is_an_event_and_a_line_even_when_quiet(tmp_path, capsys):
         ("dense", "name=x", "train.micro_batch", "model.dim"),
         ("dense", "train.micro_batch=1", "model.dim", "model.dim"),
         ("product-key", "name=x", "train.micro_batch", "model.memories.pkm.num_keys"),
-        ("hash", "name=x", "train.micro_batch", "model.memories.tables.extra_bits"),
+        ("hash", "name=x", "train.micro_batch", "model.memories.tables.bits"),
     ],
 )
 def test_the_key_to_lower_is_that_of_what_takes_most(write_recipe, tmp_path, kind, change, large, small):
     recipe = load_recipe(write_recipe(tmp_path, kind), [change])
-    assert key_to_lower(recipe, {"weights": 1, "activations": 9})[0] == large
-    assert key_to_lower(recipe, {"weights": 9, "activations": 1})[0] == small
+    assert key_to_lower(recipe, 600, {"weights": 1, "activations": 9})[0] == large
+    key, value = key_to_lower(recipe, 600, {"weights": 9, "activations": 1})
+    assert (key, value) == (small, scalar_text(flatten(recipe)[small]))
 
 
 def test_ranks_of_one_machine_share_its_memory(write_recipe, tmp_path, tokens, monkeypatch):

@@ -10,12 +10,13 @@ import torch
 from pkmlm.device import autocast
 from pkmlm.distributed import ProcessGroups
 from pkmlm.memory import table as values_module
-from pkmlm.memory.hash.spec import HashOptim, HashSpec
+from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.key_spec import KeyedOptim, KeysOptim
-from pkmlm.memory.ngram.spec import NGramOptim, NGramSpec
+from pkmlm.memory.ngram.spec import NGramSpec
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.registry import SPECS
 from pkmlm.memory.row_adam import RowAdam, RowSGD
+from pkmlm.memory.spec import EveryRowOptim
 from pkmlm.memory.table import Values
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Recipe, Train
@@ -272,7 +273,7 @@ def test_a_step_of_row_adam_uses_up_the_gradient():
         table.zero_grad()
 
 
-@pytest.mark.parametrize("tables", [None, replace(HASHED, optim=HashOptim(clip=0))])
+@pytest.mark.parametrize("tables", [None, replace(HASHED, optim=EveryRowOptim(clip=0))])
 def test_adam_on_a_whole_model_is_adamw(tables):
     recipe = recipe_of(tables=tables, optim=optim_2019(clip=0), optimizer="adam", lr=0.01, clip=0)
     ours, theirs = build_model(recipe, 20), build_model(recipe, 20)
@@ -424,8 +425,8 @@ def test_gradients_are_measured_and_scaled_as_one_by_one():
 @pytest.mark.parametrize(("name", "peak"), [("pkm", 1e-3), ("tables", 2.0 * 3), ("ngrams", 2.0 * 5)])
 def test_a_group_moves_as_its_own_section_says(name, peak):
     how = {"betas": (0.5, 0.75), "weight_decay": 0.25, "schedule": "linear", "warmup_steps": 4, "clip": 0.125}
-    tables = replace(HASHED, optim=HashOptim(**how))
-    ngrams = NGramSpec(layers=("1",), orders=(2,), heads=1, rows=7, row_dim=4, optim=NGramOptim(**how))
+    tables = replace(HASHED, optim=EveryRowOptim(**how))
+    ngrams = NGramSpec(layers=("1",), orders=(2,), heads=1, rows=7, row_dim=4, optim=EveryRowOptim(**how))
     recipe = recipe_of(tables=tables, ngrams=ngrams, optim=optim_2019(lr=2.0, final_lr=0.5), **how)
     recipe = replace(recipe, train=replace(recipe.train, steps=12))
     (group,) = [each for each in parameter_groups(build_model(recipe, 20), recipe) if each.name == name]

@@ -63,11 +63,11 @@ def error_of_text(tmp_path: Path, text: str | bytes) -> str:
 def test_the_presets_are_the_papers() -> None:
     two = load_recipe(RECIPES / "pkm/16-layers.yaml")
     assert two.model.memory_places() == {6: {"pkm": ("ffn",)}, 12: {"pkm": ("ffn",)}}
-    values = two.optim.filled(two.model.memories["pkm"].table_optim)
+    values = two.optim.filled(two.model.memories["pkm"])
     assert (two.model.dim, two.model.heads, two.optim.lr, values.lr) == (1024, 16, 2.5e-4, 1e-3)
     tiny, pythia = (load_recipe(RECIPES / name) for name in ("memoryformer/tiny.yaml", "pythia/70m.yaml"))
     tables = tiny.model.memories["tables"]
-    assert tiny.optim.filled(tables.table_optim).lr == 3 * pythia.optim.lr
+    assert tiny.optim.filled(tables).lr == 3 * pythia.optim.lr
     assert pythia.train.batch_tokens == 1024 * 2048
     assert tiny.model.dim // tables.bits == 64
     assert tiny.model.rotary_width == 16
@@ -593,10 +593,10 @@ def test_groups_of_parameters_that_a_model_freezes_are_not_checked(recipe_file: 
 
 def test_a_memory_learns_as_it_says_or_as_its_kind_or_as_the_rest(recipe_file: Path) -> None:
     optim = Optim(lr=2e-3, betas=(0.5, 0.6), eps=1e-3, schedule="linear", warmup_steps=7, final_lr=0.3)
-    peaks = {kind: optim.filled(spec().table_optim).lr for kind, spec in SPECS.items()}
+    peaks = {kind: optim.filled(spec()).lr for kind, spec in SPECS.items()}
     known = {"product-key": 1e-3, "flat-key": 1e-3, "peer": 1e-3, "hash": 6e-3, "ngram": 1e-2, "token": 1e-2}
     assert peaks | known == peaks
     recipe = load_recipe(recipe_file, ["model.memories.pkm.optim={lr_scale: 4, schedule: null, warmup_steps: null}"])
-    found = optim.filled(recipe.model.memories["pkm"].table_optim)
+    found = optim.filled(recipe.model.memories["pkm"])
     assert (found.lr, found.betas, found.eps) == (8e-3, (0.9, 0.999), 1e-3)
     assert (found.schedule, found.warmup_steps, found.final_lr) == ("linear", 7, 0.3)

@@ -14,19 +14,13 @@ MOST_BITS = 16
 
 
 @dataclass(frozen=True)
-class HashOptim(EveryRowOptim):
-    """How the tables learn: as the rest, but at three times its rate (MemoryFormer's recipes set 1)."""
-
-    default_lr_scale: ClassVar[float] = 3.0
-
-
-@dataclass(frozen=True)
 class HashSpec(Spec):
     """Hash tables in place of the maps to queries, keys and values (attention then has no output map), and of the FFN.
 
     In all layers it is MemoryFormer; in some, a hybrid.
     """
 
+    default_lr_scale: ClassVar[float] = 3.0  # MemoryFormer's recipes set 1
     title: ClassVar[str] = "Hash buckets"
     unit: ClassVar[str] = "bucket"
     shapeless: ClassVar[tuple[str, ...]] = ("temperature", "score", "activation")
@@ -42,7 +36,7 @@ class HashSpec(Spec):
     temperature: float = key(1.0, "temperature t of the score p(z)", ge=1e-30)  # 2 / t must be finite in fp32
     score: HashScore = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
     activation: Literal["none", "gelu"] = key("none", "activation between the two layers of the Memory Block")
-    optim: HashOptim = key(HashOptim, "how its tables learn")
+    optim: EveryRowOptim = key(EveryRowOptim, "how its tables learn")
 
     def places(self, beside: bool) -> tuple[Place, ...]:
         if beside:

@@ -26,14 +26,8 @@ TAPS = 4  # positions that the convolution sees, the largest order apart
 
 
 @dataclass(frozen=True)
-class NGramOptim(EveryRowOptim):
-    """How the tables learn: as the rest, but at five times its rate."""
-
-    default_lr_scale: ClassVar[float] = 5.0
-
-
-@dataclass(frozen=True)
 class NGramSpec(Spec):
+    default_lr_scale: ClassVar[float] = 5.0
     title: ClassVar[str] = "Rows of n-gram tables"
     unit: ClassVar[str] = "row"
     shapeless: ClassVar[tuple[str, ...]] = ("orders", "canonical")
@@ -53,7 +47,7 @@ class NGramSpec(Spec):
         True, "gate: a causal convolution after the gate, over 4 positions that are the largest order apart"
     )
     canonical: bool = key(True, "tokens that differ only in case, accents or surrounding spaces choose the same rows")
-    optim: NGramOptim = key(NGramOptim, "how its tables learn")
+    optim: EveryRowOptim = key(EveryRowOptim, "how its tables learn")
 
     @property
     def table_count(self) -> int:

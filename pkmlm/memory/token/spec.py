@@ -21,14 +21,8 @@ Into = Literal["stream", "values"]
 
 
 @dataclass(frozen=True)
-class TokenOptim(EveryRowOptim):
-    """How the table learns: as the rest, but at five times its rate."""
-
-    default_lr_scale: ClassVar[float] = 5.0
-
-
-@dataclass(frozen=True)
 class TokenSpec(Spec):
+    default_lr_scale: ClassVar[float] = 5.0
     title: ClassVar[str] = "Rows of token tables"
     unit: ClassVar[str] = "row"
 
@@ -37,7 +31,7 @@ class TokenSpec(Spec):
         "stream",
         "stream: the row is added before attention; values: to attention's values, behind a gate for each head",
     )
-    optim: TokenOptim = key(TokenOptim, "how its table learns")
+    optim: EveryRowOptim = key(EveryRowOptim, "how its table learns")
 
     @property
     def lookback(self) -> Lookback:
