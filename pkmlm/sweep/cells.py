@@ -89,7 +89,7 @@ class Cells:
             raise UserError(f"{message} (expected at most {LONGEST_NAME})", "give the axes' values shorter names")
 
     def _cell(self, point: Point, seed: int, tuned: str | None, trial: Node | None = None) -> Cell:
-        tuning = [] if self.grid.tune is None else [f"{self.grid.tune.key}={tuned}"]
+        tuning = [] if self.grid.tune is None or tuned is None else self.grid.tune.overrides(tuned)
         tuning += assignments(trial) if trial else []
         overrides = [*self.grid.overrides(point, [*tuning, *self.extra]), f"train.seed={seed}"]
         try:

@@ -72,13 +72,20 @@ class Tune:
     """A key that is tuned at every point: the first seed runs at each value, the other seeds at the best of them.
 
     Attributes:
+        also: {key: values} that go with it, one for each of `values`: the rates of several optimizers, for example.
         set: {key: value} for the runs that choose, for example to make them shorter than the grid's; then every seed
             runs at the best value.
     """
 
     key: str = "optim.lr"
     values: tuple[str, ...] = ()
+    also: dict[str, tuple[str, ...]] = field(default_factory=dict)
     set: Node | None = None
+
+    def overrides(self, value: str) -> list[str]:
+        """The `key=value` texts of one of `values`, with those that go with it."""
+        at = self.values.index(value)
+        return [f"{self.key}={value}", *(f"{key}={values[at]}" for key, values in self.also.items())]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -146,7 +153,8 @@ class Grid:
         keys = [("train.seed", "its seeds")]
         if self.tune:
             trial = assignments(self.tune.set) if self.tune.set else ()
-            keys += [(self.tune.key, "its tune")] + [(text.partition("=")[0], "its tune.set") for text in trial]
+            keys += [(key, "its tune") for key in (self.tune.key, *self.tune.also)]
+            keys += [(text.partition("=")[0], "its tune.set") for text in trial]
         for axis, trees in self.axes.items():
             texts = [text for tree in trees.values() for text in assignments(tree)]
             keys += [(key, f"its axis {axis}") for key in dict.fromkeys(text.partition("=")[0] for text in texts)]
@@ -238,6 +246,10 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
             fail(f"axes.{axis}", f"axes.{axis} has no values, or one without a name")
     if grid.tune and not grid.tune.values:
         fail("tune", f"tune has no values (expected values of {grid.tune.key})")
+    for key, values in grid.tune.also.items() if grid.tune else ():
+        if len(values) != len(grid.tune.values):
+            expected = f"expected {len(grid.tune.values)}, one for each of values"
+            fail(f"tune.also.{key}", f"tune.also: found {len(values)} values of {key} ({expected})")
     if grid.tune and grid.tune.set and len(grid.tune.values) == 1:
         fail("tune", "tune has set:, but only one value (expected several to choose from)")
     unique: dict[str, Sequence[object]] = {
