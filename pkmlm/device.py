@@ -114,6 +114,12 @@ def select_device(requested: str) -> DeviceSettings:
     return DeviceSettings(device, *resolve_precision(requested, device))
 
 
+def is_native_on_cpu(precision: str) -> bool:
+    """Whether this CPU has instructions that multiply in `precision`, bf16 or fp16."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in CPU_INSTRUCTIONS[precision])
+
+
 def resolve_precision(requested: str, device: torch.device) -> tuple[Precision, str]:
     """Resolve `train.precision` for a device.
 
@@ -128,8 +134,7 @@ def resolve_precision(requested: str, device: torch.device) -> tuple[Precision, 
         UserError: bf16 was asked for on a GPU that does not support it.
     """
     if device.type == "cpu":
-        capabilities = torch.cpu.get_capabilities()
-        native = {name: any(capabilities.get(one) for one in names) for name, names in CPU_INSTRUCTIONS.items()}
+        native = {name: is_native_on_cpu(name) for name in CPU_INSTRUCTIONS}
         if requested == "auto":
             faster = "; train.precision=bf16 may be faster on this one" if native["bf16"] else ""
             return "fp32", f"auto: a CPU{faster}"

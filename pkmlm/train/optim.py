@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pkmlm.device import is_native_on_cpu
 from pkmlm.distributed import ProcessGroups, is_shard, local_part
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.memory.base import memories
@@ -15,6 +16,7 @@ from pkmlm.memory.table import Values, tables_of
 from pkmlm.model.transformer import matrices_of
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.lr_schedule import LrSchedule
+from pkmlm.train.muon import Fp32Muon
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
         names = matrices_of(model) if optim.matrices == "muon" else []
         if names:  # where hash tables take the place of all maps, there is none
             matrices = {name: rest.pop(name) for name in names}
-            muon = torch.optim.Muon(
+            on_cpu = next(iter(matrices.values())).device.type == "cpu"
+            in_bf16 = not on_cpu or is_native_on_cpu("bf16")
+            muon = (torch.optim.Muon if in_bf16 else Fp32Muon)(
                 matrices.values(),
                 optim.muon.lr,
                 optim.muon.weight_decay,

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from pkmlm.device import is_native_on_cpu
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model, matrices_of
 from pkmlm.recipe.load import load_recipe
+from pkmlm.train.muon import Fp32Muon
 from pkmlm.train.optim import parameter_groups
 
 WIDTH, LAYERS, HEADS, VOCAB, CONTEXT = 24, 2, 4, 50, 32
@@ -238,7 +240,8 @@ def test_muon_trains_the_matrices_of_attention_and_the_ffn_as_torch_does(tmp_pat
     everything = [name for group in groups for name in group.parameters]
     assert sorted(everything) == sorted(name for name, _ in model.named_parameters())
 
-    muon = torch.optim.Muon([twin.get_parameter(name) for name in names], lr=0.03, weight_decay=0.0, momentum=0.95)
+    on_cpu = Fp32Muon if not is_native_on_cpu("bf16") else torch.optim.Muon
+    muon = on_cpu([twin.get_parameter(name) for name in names], lr=0.03, weight_decay=0.0, momentum=0.95)
     random = torch.Generator().manual_seed(5)
     for step in range(1, 21):
         for group in muon.param_groups:
@@ -250,3 +253,32 @@ def test_muon_trains_the_matrices_of_attention_and_the_ffn_as_torch_does(tmp_pat
         muon.step()
     for name in names:
         assert torch.equal(model.get_parameter(name), twin.get_parameter(name)), name
+
+
+def test_muon_in_fp32_is_torchs_up_to_the_rounding_of_bf16():
+    """Against torch's own, and in fp64 against its equations, written with the powers of the polynomial."""
+    random = torch.Generator().manual_seed(5)
+    shapes = [(8, 8), (24, 8), (8, 24), (3, 40)]
+    ours, theirs, exact = ([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(3))
+    exact = [torch.nn.Parameter(each.double()) for each in exact]
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "original"}
+    optimizers = [Fp32Muon(ours, **settings), torch.optim.Muon(theirs, **settings), Fp32Muon(exact, **settings)]
+    weights = [each.detach().clone() for each in exact]
+    momenta = [torch.zeros_like(each) for each in exact]
+    for _ in range(5):
+        for number, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
+            gradient = torch.randn(a.shape, generator=random)
+            a.grad, b.grad, c.grad = gradient, gradient.clone(), gradient.double()
+            momenta[number] = 0.9 * momenta[number] + 0.1 * c.grad
+            x = 0.1 * c.grad + 0.9 * momenta[number]
+            x = x / torch.linalg.matrix_norm(x)
+            for _ in range(5):
+                x = 3.4445 * x - 4.775 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+            rate = 0.02 * max(1, a.shape[0] / a.shape[1]) ** 0.5
+            weights[number] = weights[number] * (1 - 0.02 * 0.1) - rate * x
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b, c, by_hand in zip(ours, theirs, exact, weights, strict=True):
+        torch.testing.assert_close(c, by_hand, rtol=0, atol=1e-13, check_dtype=True)
+        torch.testing.assert_close(a.double(), by_hand, rtol=0, atol=1e-6)
+        torch.testing.assert_close(b.double(), by_hand, rtol=0, atol=3e-3)
