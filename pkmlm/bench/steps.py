@@ -28,11 +28,12 @@ from pkmlm.train.step import train_step
 
 ROUNDS = 7
 FEWER = "compare fewer runs, or compare over tokens or operations"  # the hint if memory does not hold all models
+AGAIN = "time them again with --retime when the machine is idle"
 BUSY = 0.5  # cores that other programs may use before a timing gets a warning
 RATES = ("lr", "lr_scale", "schedule", "times", "warmup_steps", "final_lr", "decay_steps")  # none changes a step's time
 
 
-def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict[str, float]:
+def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say, retime: bool = False) -> dict[str, float]:
     """What one step of each run takes.
 
     Tokens are those of a batch. Operations are the multiply-adds of their forward (`pkmlm.cost`). Seconds are the
@@ -42,19 +43,20 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
     Args:
         runs: by name.
         say: called with a line on which round of a timing runs.
+        retime: time steps again.
 
     Raises:
         UserError: a recipe or tokenizer cannot be read; (exit code 1) memory does not hold all models together.
     """
     if over == "tokens":
         return {name: run.recipe().train.batch_tokens for name, run in runs.items()}
-    recipes = {name: timed_part(run) for name, run in runs.items()}
+    recipes = {name: timed_part(run.recipe(), vocab_size_in(run)) for name, run in runs.items()}
     keys = {name: recipe_sha256(recipe) for name, recipe in recipes.items()}
     distinct = {key: recipes[name] for name, key in keys.items()}
     if over == "operations":
         costs = {key: cost_of(one, one.model.vocab_size or 0) for key, one in distinct.items()}
         return {name: costs[key].flops_per_token * recipes[name].train.batch_tokens for name, key in keys.items()}
-    times = kept_times(runs, set(distinct))
+    times = None if retime else kept_times(runs, set(distinct))
     if times is None:
         times = time_steps(distinct, say)
         for run in runs.values():
@@ -63,17 +65,19 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
             except UserError as error:  # such as in another user's folder: the times are still valid
                 warn(f"the times of steps are not kept: {error.message}")
     if times["busy_cores"] > BUSY:
-        busy = f"steps were timed while other programs used {times['busy_cores']:.1f} cores"
-        warn(f"{busy}: delete {STEPS} in each of these runs to time them again")
+        warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {AGAIN}")
     return {name: median(times["steps"][key]) for name, key in keys.items()}
 
 
-def timed_part(run: RunDirectory) -> Recipe:
-    """A run's recipe with only what a step's time depends on: runs that differ only in the rest are timed once. All
-    steps are timed in one process, even those of a run that several ranks trained.
+def vocab_size_in(run: RunDirectory) -> int:
+    """That of a run's recipe or, where that is silent, of its tokenizer."""
+    return run.recipe().model.vocab_size or Tokenizer.load(run.tokenizer_file).size
+
+
+def timed_part(recipe: Recipe, vocab_size: int) -> Recipe:
+    """A recipe with only what a step's time depends on: runs that differ only in the rest are timed once. All steps are
+    timed in one process, even those of a run that several ranks trained.
     """
-    recipe = run.recipe()
-    vocab_size = recipe.model.vocab_size or Tokenizer.load(run.tokenizer_file).size
     memories = {name: at_default_rates(memory) for name, memory in recipe.model.memories.items()}
     return replace(
         recipe,
@@ -81,7 +85,7 @@ def timed_part(run: RunDirectory) -> Recipe:
         data=Data(),
         model=replace(recipe.model, vocab_size=vocab_size, memories=memories),
         optim=at_default_rates(recipe.optim),
-        train=replace(recipe.train, steps=1, seed=1, init_from=None),
+        train=replace(recipe.train, steps=1, epochs=None, seed=1, init_from=None),
         eval=Eval(),
         checkpoint=Checkpoint(),
         log=Log(),
@@ -111,7 +115,7 @@ def kept_times(runs: Mapping[str, RunDirectory], keys: set[str]) -> StepTimes | 
     return None
 
 
-def time_steps(recipes: Mapping[str, Recipe], say: Say) -> StepTimes:
+def time_steps(recipes: Mapping[str, Recipe], say: Say, rounds: int = ROUNDS) -> StepTimes:
     """Time the steps of recipes, all in turn: whole optimizer steps as `pkmlm train` takes them, from fresh weights, on
     random tokens.
 
@@ -130,7 +134,7 @@ def time_steps(recipes: Mapping[str, Recipe], say: Say) -> StepTimes:
             key: random_training(recipe, select_device(recipe.train.precision).precision)
             for key, recipe in recipes.items()
         }
-        times = interleaved({key: partial(train_step, state, 1) for key, state in states.items()}, ROUNDS, device, say)
+        times = interleaved({key: partial(train_step, state, 1) for key, state in states.items()}, rounds, device, say)
     return {
         "timed_on": machine(),
         "busy_cores": round(busy, 2),

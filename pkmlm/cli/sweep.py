@@ -1,12 +1,12 @@
 """`pkmlm sweep`: every run of a grid, and its table beside the paper's."""
 
 import re
-import sys
 from pathlib import Path
 
 import click
 
 from pkmlm.cli.options import PATH, RECIPE, over_option, plot_options, quiet_option, set_option
+from pkmlm.cli.show import NO_CSV, Output, report_options
 from pkmlm.console import warn_each
 from pkmlm.errors import UserError
 from pkmlm.report.equal import Over
@@ -24,7 +24,7 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
 )
 @click.option("--device", "devices", metavar="N,...", help="GPUs to use, a cell on each. Default: the first.")
 @click.option("--task-data", type=PATH, metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
-@click.option("--dry-run", is_flag=True, help="List the cells with their parameters and operations; train nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what each point costs and how long it trains here; train nothing.")
 @click.option(
     "--table",
     "table_only",
@@ -32,6 +32,8 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
     help="Train nothing: print the table of DIR's runs; without -s, with the overrides that they were trained with.",
 )
 @over_option
+@click.option("--retime", is_flag=True, help="Time steps and scoring again; steps of runs that have begun stay.")
+@report_options(NO_CSV)
 @plot_options
 @quiet_option
 def command(
@@ -45,8 +47,8 @@ def command(
     dry_run: bool,
     table_only: bool,
     over: tuple[Over, ...],
-    plot_format: tuple[str, ...],
-    plot_width: float | None,
+    retime: bool,
+    out: Output,
     quiet: bool,
 ) -> int:
     """Train and measure every cell of GRID, and print a table next to the paper's numbers.
@@ -59,15 +61,26 @@ def command(
       pkmlm sweep pkm/grids/table-2 -o sizes -s data.dir=data/my
       pkmlm sweep pkm/grids/table-2 --scale paper --dry-run
       pkmlm sweep my-grid.yaml -o sweeps/mine --device 0,1,2,3
-      pkmlm sweep my-grid.yaml -o sweeps/mine --table --over tokens,seconds
+      pkmlm sweep my-grid.yaml -o sweeps/mine --table --format latex > table.tex
     """
     from pkmlm.report.plots import Look
-    from pkmlm.sweep.run import open_sweep, run_sweep
+    from pkmlm.sweep.run import open_sweep, run_sweep, seconds_of_steps
 
-    results, folder = open_sweep(Path(grid_file), scale, overrides, output, over=over, table_only=table_only)
+    results, folder = open_sweep(
+        Path(grid_file),
+        scale,
+        overrides,
+        None if dry_run else output,
+        over=over,
+        table_only=table_only,
+        retime=retime,
+        quiet=quiet,
+    )
     if dry_run:
         warn_each(results.cells.warnings())
-        sys.stdout.write(results.plan().render())
+        seconds = seconds_of_steps(results.cells, quiet) if results.grid.trains else {}
+        plan = results.plan(seconds)
+        out.show(results.as_json(Path(grid_file).stem, scale), [plan])
         return 0
     if folder is None:
         raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
@@ -75,8 +88,10 @@ def command(
     return run_sweep(
         results,
         folder,
-        look=Look(plot_format, plot_width),
+        show=out.show,
+        look=Look(out.plot_format, out.plot_width),
         table_only=table_only,
+        retime=retime,
         jobs=jobs or len(gpus) or 1,
         devices=gpus,
         task_data=task_data,

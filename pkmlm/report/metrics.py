@@ -26,6 +26,7 @@ class Metric:
         label: what it is, in one line, with the unit; in a grid's figures, of its axis.
         source: what a grid needs for it: arithmetic, training, `eval`, `usage-report`, tasks, or timing all models.
             None: grids do not measure it.
+        by_token: whether it can be compared only between models of one tokenizer.
         brief, brief_format, scale: its heading, format and factor in a grid, where they differ; the unit is that one's.
     """
 
@@ -37,6 +38,7 @@ class Metric:
     brief: str = ""
     brief_format: str = ""
     scale: float = 1.0
+    by_token: bool = False
 
     @property
     def column(self) -> Column:
@@ -74,14 +76,18 @@ def mean(values: Iterable[float | None]) -> float | None:
 COUNT, WHOLE, TENTHS, TWO, FOUR, BITS = "{:,}", "{:,.0f}", "{:,.1f}", "{:,.2f}", "{:,.4g}", "{:.4f}"
 
 METRICS: dict[str, Metric] = {
-    "perplexity": Metric("test_token_ppl", "Test ppl", TWO, "test perplexity (token)", "eval", "ppl"),
+    "perplexity": Metric("test_token_ppl", "Test ppl", TWO, "test perplexity (token)", "eval", "ppl", by_token=True),
     "word_perplexity": Metric("test_word_ppl", "word ppl", TENTHS, "test perplexity (word)"),
     "bits_per_byte": Metric("test_bits_per_byte", "bits per byte", BITS, "bits per byte of test", "eval", "bits/byte"),
-    "valid_loss": Metric("valid_loss", "Valid (nats)", NATS, "validation loss (nats per token)", "train", "valid"),
-    "valid_perplexity": Metric(
-        "valid_token_ppl", "Valid ppl", TWO, "validation perplexity (token)", "train", "valid ppl"
+    "valid_loss": Metric(
+        "valid_loss", "Valid (nats)", NATS, "validation loss (nats per token)", "train", "valid", by_token=True
     ),
-    "valid_bits_per_byte": Metric("valid_bits_per_byte", "bits per byte", BITS, "bits per byte of validation"),
+    "valid_perplexity": Metric(
+        "valid_token_ppl", "Valid ppl", TWO, "validation perplexity (token)", "train", "valid ppl", by_token=True
+    ),
+    "valid_bits_per_byte": Metric(
+        "valid_bits_per_byte", "bits per byte", BITS, "bits per byte of validation", "train", "valid bits/byte"
+    ),
     "usage": Metric("usage.mass.usage", "Usage", SHARE, "slots used on test", "usage", "usage"),
     "kl": Metric("usage.mass.kl", "KL", NATS, "KL from uniform on test (nats)", "usage", "KL", "{:.2f}"),
     "gini": Metric("usage.mass.gini", "Gini", "{:.3f}", "Gini coefficient of the mass of slots"),

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
 from pkmlm.sweep.grid import Grid, Point, assignments
 
+Place = tuple[Point, str | None]  # a point and a value of the tuned key, None where nothing is tuned
 WRONG_USAGE = 2  # exit code of a command
 LONGEST_NAME = 200  # bytes; a file system has room for 255, with endings such as _trial
 PROVENANCE = ("versions", "commit", "source_sha256", "device", "precision", "ranks", "earlier")  # keys of run.json
@@ -42,12 +43,13 @@ class Cell:
     tuned: str | None
     overrides: tuple[str, ...]
     recipe: Recipe
+    named: Point
     trial: bool = False
 
     @property
     def name(self) -> str:
         """The name of its run directory."""
-        parts = [*self.point, *([] if self.tuned is None else [self.tuned]), f"seed-{self.seed}"]
+        parts = [*self.named, *([] if self.tuned is None else [self.tuned]), f"seed-{self.seed}"]
         parts += ["trial"] if self.trial else []
         return "_".join("".join(c if c.isalnum() or c in "-.+" else "-" for c in part) for part in parts)
 
@@ -58,14 +60,22 @@ class Cells:
     Args:
         base: the base recipe's file.
         extra: overrides of the command line, for all cells.
+        relative: by point and tuned value, how many steps stand for one of the recipe; empty: as the recipe says.
 
     Raises:
         UserError: a cell's recipe is invalid (the message says which cell's), two cells have the same name, or `extra`
             has a key in which cells differ.
     """
 
-    def __init__(self, grid: Grid, base: Path, extra: Sequence[str] = ()):
+    def __init__(
+        self,
+        grid: Grid,
+        base: Path,
+        extra: Sequence[str] = (),
+        relative: Mapping[Place, float] | None = None,
+    ):
         self.grid, self.base, self.extra, self.tree = grid, base, extra, read_tree(base)
+        self.relative = relative or {}
         for key in (text.partition("=")[0].strip() for text in extra):
             for varied, cause in grid.varied():
                 if f"{varied}.".startswith(f"{key}."):  # it, or a section that holds it
@@ -80,11 +90,13 @@ class Cells:
             self.first = {(point, value): self._cell(point, seed, value, trial) for point, value in places}
         for other in grid.seeds[1:]:  # refuses an invalid seed now
             self._cell(grid.points()[0], other, self.values[0])
-        names = [cell.name for cell in self.first.values()]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"two cells of the grid have the name {twice}", "give the axes' values distinct names")
-        if long := [name for name in names if len(os.fsencode(name)) > LONGEST_NAME]:
+        distinct: dict[str, Cell] = {}
+        for cell in self.first.values():
+            twin = distinct.setdefault(cell.name, cell)
+            if (twin.named, twin.tuned) != (cell.named, cell.tuned):
+                message = f"two cells of the grid have the name {cell.name}"
+                raise UserError(message, "give the axes' values distinct names")
+        if long := [name for name in distinct if len(os.fsencode(name)) > LONGEST_NAME]:
             message = f"the name of the cell {long[0][:60]}... has {len(os.fsencode(long[0]))} bytes"
             raise UserError(f"{message} (expected at most {LONGEST_NAME})", "give the axes' values shorter names")
 
@@ -92,14 +104,24 @@ class Cells:
         tuning = [] if self.grid.tune is None or tuned is None else self.grid.tune.overrides(tuned)
         tuning += assignments(trial) if trial else []
         overrides = [*self.grid.overrides(point, [*tuning, *self.extra]), f"train.seed={seed}"]
+        named = point
         try:
             recipe = recipe_of(self.tree, overrides)
-            if recipe.train.epochs is not None and recipe.data.folders:
+            if self.grid.equal:
+                if recipe.train.epochs is not None:
+                    raise UserError("train.epochs: found with the grid's equal (expected train.steps, which it scales)")
+                steps = max(1, round(recipe.train.steps * self.relative.get((point, tuned), 1.0)))
+                if steps == recipe.train.steps:
+                    named = self.grid.own(point)
+                else:
+                    overrides.insert(-1, f"train.steps={steps}")
+                    recipe = recipe_of(self.tree, overrides)
+            if recipe.train.epochs is not None and all(Path(folder).exists() for folder in recipe.data.folders):
                 recipe = recipe.with_epochs(Corpus(recipe.data.folders, "train").tokens)
         except UserError as error:
             where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
             raise UserError(f"{where}: {error.message}", error.hint, error.exit_code) from None
-        return Cell(point, seed, tuned, tuple(overrides), recipe, trial is not None)
+        return Cell(point, seed, tuned, tuple(overrides), recipe, named, trial is not None)
 
     def refuse_missing_data(self) -> None:
         """Refuse tokens without a split that the grid needs: valid, to choose a value, or valid or test, to measure.
@@ -156,7 +178,9 @@ class Cells:
         return len(self.values) + len(self.grid.seeds) - (self.first is self.whole)
 
     def __len__(self) -> int:
-        return len(self.grid.points()) * self.runs_of_a_point
+        """How many runs there are: points may share theirs."""
+        apart = {tuple(cell.name for cell in self.tuning(point)) for point in self.grid.points()}
+        return len(apart) * self.runs_of_a_point
 
 
 @dataclass(frozen=True)
@@ -238,11 +262,13 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
     try:
         if not run.recipe_file.exists() and not run.steps():
             return None
-        recipe = run.recipe()
-        if recipe != cell.recipe and not has_moved_tokens(run, recipe, cell.recipe):
+        recipe, asked = run.recipe(), cell.recipe
+        if asked.train.epochs == recipe.train.epochs is not None:  # the steps of its tokens, which may be gone
+            asked = replace(asked, train=replace(asked.train, steps=recipe.train.steps))
+        if recipe != asked and not has_moved_tokens(run, recipe, asked):
             # Resuming it could take it for complete despite another eval.tokens, or continue at learning rates that a
             # run of these steps would not have had. Without a checkpoint, it is trained from the start.
-            pairs = differences(recipe, cell.recipe).items()
+            pairs = differences(recipe, asked).items()
             found = ", ".join(f"{key} {had} (expected {asked})" for key, (had, asked) in pairs)
             message = f"its run has {found}: set it back with -s, or name another folder with -o"
             return Outcome(cell, "failed", {}, message, WRONG_USAGE) if run.steps() else None
@@ -251,7 +277,7 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
         step = run.done()
         if step is None:
             return None
-        message = "" if step >= cell.recipe.train.steps else f"eval.patience ended it at step {step}"
+        message = "" if step >= recipe.train.steps else f"eval.patience ended it at step {step}"
         return Outcome(cell, "measured", facts_at_end(cell, run), message)
     except UserError as error:
         return Outcome(cell, "failed", {}, error.message, error.exit_code)

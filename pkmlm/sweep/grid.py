@@ -25,6 +25,7 @@ from pkmlm.report.metrics import MEASURES
 
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 Point = tuple[str, ...]  # one value of each axis, by name
+EQUAL = "equal"  # the axis that the key of that name makes
 MOST_CELLS = 2_000  # more would take half a minute to list, and months to train
 
 
@@ -102,6 +103,8 @@ class Grid:
         seeds: of each point.
         measure: names of `MEASURES`, in the order of the table's columns.
         over: what the runs are also compared at equal amounts of, in tables and curves.
+        equal: what whole runs take equally much of: `train.steps` are those of the first point, and the others' follow
+            (see `budget`). `read_grid` makes it the last axis.
         paper: {measure: the paper's numbers, nested by the axes in their order; the last may be a list}.
     """
 
@@ -115,6 +118,7 @@ class Grid:
     tune: Tune | None = None
     measure: tuple[str, ...] = ("perplexity",)
     over: tuple[Over, ...] = ()
+    equal: tuple[Over, ...] = ()
     paper: dict[str, Node] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
     figures: tuple[Figure, ...] = ()
@@ -137,6 +141,15 @@ class Grid:
     def place(self, point: Point) -> dict[str, str]:
         """A point as {axis: name of a value}."""
         return dict(zip(self.axes, point, strict=True))
+
+    @property
+    def equal_axis(self) -> tuple[str, ...]:
+        """The axis that `equal` makes, if it is set."""
+        return (EQUAL,) if self.equal else ()
+
+    def own(self, point: Point) -> Point:
+        """A point without its place on that axis."""
+        return point[:-1] if self.equal else point
 
     def overrides(self, point: Point, others: Iterable[str] = ()) -> list[str]:
         """The `key=value` texts that turn the base recipe into that of a point, the last of which wins: those of all
@@ -167,12 +180,12 @@ class Grid:
         Raises:
             UserError: one is not a number, or is for a value that an axis does not have.
         """
-        axes = [(axis, list(values)) for axis, values in self.axes.items()]
+        axes = [(axis, list(values)) for axis, values in self.axes.items() if axis not in self.equal_axis]
         return {measure: dict(paper_numbers(node, f"paper.{measure}", axes)) for measure, node in self.paper.items()}
 
     def paper_value(self, measure: str, point: Point) -> float | None:
         """The paper's number at a point; None where it gives none."""
-        return self.published.get(measure, {}).get(point)
+        return self.published.get(measure, {}).get(self.own(point))
 
 
 def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
@@ -211,6 +224,12 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
         if key == "seeds" and not isinstance(node.value, list):  # does 3 mean three seeds or the seed 3?
             raise wrong(node, key, "a list, such as [1, 2, 3]")
     grid: Grid = bind(tree, Grid, "", places)
+    if grid.equal:
+        if EQUAL in grid.axes:
+            raise UserError(
+                f"{places['axes.equal']}: axes: found equal (expected another name: the key equal makes it)"
+            )
+        grid = replace(grid, axes={**grid.axes, EQUAL: {each: Node({}, places["equal"]) for each in grid.equal}})
     check_grid(grid, path, places)
     return replace(grid, title=grid.title or path.stem), scale
 
@@ -238,7 +257,7 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         for value in values:
             require(value, list(grid.axes[axis]), key, f"a value of {axis}")
 
-    for key, missing in (("base", not grid.base), ("axes", not grid.axes), ("seeds", not grid.seeds)):
+    for key, missing in (("base", not grid.base), ("axes", not set(grid.axes) - {EQUAL}), ("seeds", not grid.seeds)):
         if missing:
             fail(key, f"{key} is missing or empty (expected in every grid)")
     for axis, values in grid.axes.items():
@@ -246,10 +265,12 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
             fail(f"axes.{axis}", f"axes.{axis} has no values, or one without a name")
     if grid.tune and not grid.tune.values:
         fail("tune", f"tune has no values (expected values of {grid.tune.key})")
-    for key, values in grid.tune.also.items() if grid.tune else ():
-        if len(values) != len(grid.tune.values):
-            expected = f"expected {len(grid.tune.values)}, one for each of values"
-            fail(f"tune.also.{key}", f"tune.also: found {len(values)} values of {key} ({expected})")
+    if grid.tune:
+        wanted = len(grid.tune.values)
+        for key, others in grid.tune.also.items():
+            if len(others) != wanted:
+                found = f"found {len(others)} values of {key} (expected {wanted}, one for each of values)"
+                fail(f"tune.also.{key}", f"tune.also: {found}")
     if grid.tune and grid.tune.set and len(grid.tune.values) == 1:
         fail("tune", "tune has set:, but only one value (expected several to choose from)")
     unique: dict[str, Sequence[object]] = {
@@ -257,6 +278,7 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         "tune.values": grid.tune.values if grid.tune else (),
         "measure": grid.measure,
         "over": grid.over,
+        "equal": grid.equal,
         "figures": [f"{figure.y} by {figure.x}" for figure in grid.figures],
     }
     for key, items in unique.items():
@@ -272,8 +294,9 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         require(measure, list(MEASURES), f"measure.{number}", "a measure")
     for measure in grid.paper:
         require(measure, list(MEASURES), f"paper.{measure}", "a measure")
-    if grid.over and not grid.trains:
-        fail("over", "over: this grid trains nothing (expected a measure that needs runs)")
+    for key in ("over", EQUAL):
+        if getattr(grid, key) and not grid.trains:
+            fail(key, f"{key}: this grid trains nothing (expected a measure that needs runs)")
     _ = grid.published  # reads every number
     for number, claim in enumerate(grid.claims):
         key = f"claims.{number}"

@@ -24,7 +24,7 @@ from pkmlm.report.metrics import FLOORED, MEASURES
 from pkmlm.report.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import SweepTimings, Timed
-from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
+from pkmlm.sweep.cells import Cell, Cells, Outcome, Place, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune, assignments
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
@@ -46,7 +46,7 @@ class Results:
 
     grid: Grid
     cells: Cells
-    costs: Mapping[tuple[Point, str | None], dict[str, Any]]
+    costs: Mapping[Place, dict[str, Any]]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     speeds: dict[Point, Timed] = field(default_factory=dict)
     equals: list[Equal] = field(default_factory=list)
@@ -71,12 +71,14 @@ class Results:
 
     def in_order(self) -> list[Outcome]:
         """The outcomes in the order of the grid, whichever run ended first."""
-        names = []
-        for point in self.grid.points():
-            names += [cell.name for cell in self.cells.tuning(point)]
-            if winner := self.winner(point):
-                names += [cell.name for cell in self.cells.others(winner.cell)]
-        return [self.outcomes[name] for name in names if name in self.outcomes]
+        found = [outcome for point in self.grid.points() for outcome in self.tried(point)]
+        return list({outcome.cell.name: outcome for outcome in found}.values())
+
+    def tried(self, point: Point) -> list[Outcome]:
+        """The outcomes of a point's cells, of all tuned values and seeds, chosen or not."""
+        winner = self.winner(point)
+        cells = [*self.cells.tuning(point), *(self.cells.others(winner.cell) if winner else [])]
+        return [self.outcomes[cell.name] for cell in cells if cell.name in self.outcomes]
 
     def winner(self, point: Point) -> Outcome | None:
         """The outcome of the first seed, or of its trial, at the best tuned value of a point; None: not yet known."""
@@ -131,9 +133,9 @@ class Results:
         counts = [len(self.by_seed(name, point)) for name in seeded] or [len(self.chosen(point))]
         return min(filter(None, counts), default=0)
 
-    def groups(self) -> list[Group]:
-        """The runs that count, one group per point."""
-        found = {", ".join(point): chosen for point in self.grid.points() if (chosen := self.chosen(point))}
+    def groups(self, points: Sequence[Point] | None = None) -> list[Group]:
+        """The runs that count, one group per point: of all, or of some."""
+        found = {", ".join(point): chosen for point in points or self.grid.points() if (chosen := self.chosen(point))}
         return [Group(name, [outcome.facts for outcome in chosen]) for name, chosen in found.items()]
 
     def comparison(self, runs: Path) -> Comparison:
@@ -143,18 +145,42 @@ class Results:
             runs: the folder of the run directories.
         """
         groups = self.groups()
-        facts = [run for group in groups for run in group.runs]
-        return Comparison({run["run"]: RunDirectory(runs / run["run"]) for run in facts}, facts, groups, [])
+        facts = {run["run"]: run for group in groups for run in group.runs}
+        return Comparison({name: RunDirectory(runs / name) for name in facts}, list(facts.values()), groups, [])
 
     def equivalents(self) -> dict[str, dict[str, Equivalent]]:
-        """`dense_equivalents` of the runs that count."""
-        return dense_equivalents(self.groups(), self.grid.over)
+        """`dense_equivalents` of the runs that count, among those of an equal budget."""
+        found: dict[str, dict[str, Equivalent]] = {}
+        for points in self.by_budget():
+            found |= dense_equivalents(self.groups(points), self.grid.over)
+        return found
+
+    def by_budget(self) -> list[list[Point]]:
+        """The points, apart for each value of `equal`."""
+        if not self.grid.equal:
+            return [self.grid.points()]
+        return [[point for point in self.grid.points() if point[-1] == each] for each in self.grid.equal]
 
     def verdicts(self) -> list[Verdict]:
         return [
-            *(verdict(self.grid, claim, self.by_seed) for claim in self.grid.claims),
+            *(
+                verdict(self.grid, claim, self.by_seed, self.tokenizer, self.equal_at(points), points)
+                for claim in self.grid.claims
+                for points in self.by_budget()
+            ),
             *rank_correlations(self.grid, self.by_seed),
         ]
+
+    def equal_at(self, points: Sequence[Point]) -> str | None:
+        """What the runs of these points take equally much of: without `equal`, tokens, if all recipes read as many."""
+        if self.grid.equal:
+            return points[0][-1]
+        trains = [self.cells.whole[point, value].recipe.train for point in points for value in self.cells.values]
+        return "tokens" if len({train.steps * train.batch_tokens for train in trains}) == 1 else None
+
+    def tokenizer(self, point: Point) -> str | None:
+        """The sha256 of the tokenizer of a point's runs; None if none was measured."""
+        return next((outcome.facts.get("tokenizer") for outcome in self.chosen(point)), None)
 
     def as_json(self, name: str, scale: str | None) -> dict[str, Any]:
         """The content of results.json; "trained_by" of a cell is an index into the list of that name."""
@@ -214,28 +240,39 @@ class Results:
         found += equivalent_tables(self.groups(), self.equivalents())
         verdicts = self.verdicts()
         if verdicts:
-            columns = [Column("Claim or measure"), number("holds"), number("in every seed"), number("beyond them")]
-            columns_shown = 4 if self.grid.trains else 2
-            rows = [each.row()[:columns_shown] for each in verdicts]
-            found.append(Table("What holds", columns[:columns_shown], rows))
+            columns = [Column("Claim or measure"), number("holds")]
+            if self.grid.trains:
+                columns += [number("in every seed"), number("beyond them"), Column("at equal")]
+            found.append(Table("What holds", columns, [each.row()[: len(columns)] for each in verdicts]))
         return found
 
-    def plan(self) -> Table:
-        """The table of a dry run: what each point costs, and how long its runs train."""
-        grid = self.grid
-        rows = []
+    def plan(self, seconds: Mapping[Point, float]) -> Table:
+        """The table of a dry run: what each point costs, and how long its runs train.
+
+        Args:
+            seconds: that a step of each point's model takes on this machine; empty: not known.
+        """
+        grid, rows, shared, all_hours = self.grid, [], set(), 0.0
         for point in grid.points():
-            cost, train = self.cost(point), self.cells.whole[point, self.cells.values[0]].recipe.train
+            cost, whole = self.cost(point), self.cells.whole[point, self.cells.values[0]].recipe.train
             sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
-            tokens = train.steps * train.batch_tokens / 1e6
-            rows.append([*point, *sizes, train.steps, tokens, self.cells.runs_of_a_point])
-        *_, all_operations, _, all_tokens, _ = zip(*rows, strict=True)
+            first, runs = self.cells.tuning(point), self.cells.runs_of_a_point
+            steps = sum(cell.recipe.train.steps for cell in first) + (runs - len(first)) * whole.steps
+            hours = seconds[point] * steps / 3600 if seconds else 0.0
+            names = tuple(cell.name for cell in first)
+            all_hours += hours if names not in shared else 0.0
+            shared.add(names)
+            rows.append([*point, *sizes, whole.steps, whole.steps * whole.batch_tokens / 1e6, runs, hours])
+        *_, all_operations, _, all_tokens, _, _ = zip(*rows, strict=True)
         columns = [Column(axis) for axis in grid.axes]
         columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations)]
+        title = f"{grid.title}: {len(self.cells) if grid.trains else 'no'} runs"
         if grid.trains:
             columns += [number("steps"), millions("M tokens", all_tokens), number("runs")]
-        runs = len(self.cells) if grid.trains else "no"
-        return Table(f"{grid.title}: {runs} runs", columns, [row[: len(columns)] for row in rows])
+        if seconds:
+            columns.append(number("hours", "{:,.2f}"))
+            title += f", {all_hours:,.1f} hours of training here, one after the other"
+        return Table(title, columns, [row[: len(columns)] for row in rows])
 
     def _points(self, title: str, measures: Sequence[str]) -> Table:
         """A row for each point: its measures, beside the paper's."""
@@ -263,8 +300,8 @@ class Results:
                 if measure in grid.paper:
                     row.append(grid.paper_value(measure, point))
             if row[first_cell] is None and not chosen:  # how its runs ended, for example "diverged"
-                tried = [outcome for outcome in self.outcomes.values() if outcome.cell.point == point]
-                row[first_cell] = " and ".join(sorted({one.status for one in tried} - {"measured", "stopped"})) or None
+                ended = {outcome.status for outcome in self.tried(point)}
+                row[first_cell] = " and ".join(sorted(ended - {"measured", "stopped"})) or None
             rows.append(row)
         return Table(title, columns, rows)
 
@@ -411,8 +448,8 @@ class SweepFolder:
             hint = failed[0] if failed else "wait for one to end, or leave --table out to train them"
             raise UserError(f"{self.path} holds no run of this grid that has ended", hint)
 
-    def write(self, results: Results, drawn: Sequence[Path] = ()) -> list[Table]:
-        """Write results.json, and a page of the tables and the plots `drawn`; returns the tables."""
+    def write(self, results: Results, drawn: Sequence[Path] = ()) -> tuple[dict[str, Any], list[Table]]:
+        """Write results.json, and a page of the tables and the plots `drawn`; returns the record and the tables."""
         tables, record = results.tables(), results.as_json(self.grid, self.scale)
         setting = f"Grid `{self.grid}`, base `{record['base']}`, seeds {', '.join(map(str, record['seeds']))}"
         setting += f", scale `{self.scale}`." if self.scale else "."
@@ -426,4 +463,4 @@ class SweepFolder:
         make_folder(self.path)
         write_json(self.path / "results.json", record)
         write_text(self.path / "README.md", "\n".join(page))
-        return tables
+        return record, tables

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
 
 from pkmlm.bench.generate import score_batch
 from pkmlm.bench.rounds import Say, interleaved
-from pkmlm.bench.steps import step_amounts
-from pkmlm.console import progress_bars, say_drawn, status_line, warn_each
+from pkmlm.bench.steps import step_amounts, time_steps, timed_part, vocab_size_in
+from pkmlm.console import Table, progress_bars, say_drawn, status_line, warn, warn_each
 from pkmlm.cost import cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batches
@@ -40,13 +41,15 @@ from pkmlm.report.metrics import MEASURES, TASKS
 from pkmlm.report.plots import Look, draw_curves
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest, signal_name, stop_on_signals
-from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, best, facts_at_end, finished, steps_taken
+from pkmlm.sweep.budget import relative_steps
+from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, Place, best, facts_at_end, finished, steps_taken
 from pkmlm.sweep.grid import Point, read_grid
 from pkmlm.sweep.plots import draw
 from pkmlm.sweep.results import Results, SweepFolder
 
 TIMED_TOKENS = 4096  # scored at once
 ROUNDS = 7
+ESTIMATE_ROUNDS = 2  # of a dry run
 DIVERGED = 3  # exit code of a command
 
 
@@ -58,6 +61,8 @@ def open_sweep(
     *,
     over: Sequence[Over],
     table_only: bool,
+    retime: bool,
+    quiet: bool,
 ) -> tuple[Results, SweepFolder | None]:
     """Read a grid, make its cells and compute what its points cost.
 
@@ -67,6 +72,8 @@ def open_sweep(
         output: the sweep's folder; None for a dry run.
         over: replaces the grid's, unless it is empty.
         table_only: if there are no overrides, take those with which the folder's results were made.
+        retime: for `equal: seconds`, time the steps of all models again, unless a run has begun.
+        quiet: show no progress on standard error.
 
     Raises:
         UserError: the grid, a cell's recipe or the folder is invalid.
@@ -80,28 +87,84 @@ def open_sweep(
         if not folder.path.exists():
             raise UserError(f"{folder.path} holds no run of this grid", "leave --table out to train them")
         overrides = overrides or folder.read().get("set") or ()
-    cells = Cells(grid, find_base(grid_file, grid.base), overrides)
-    costs = {place: facts_of_cost(cell.recipe) for place, cell in cells.whole.items()}
-    return Results(grid, cells, costs), folder
+    base = find_base(grid_file, grid.base)
+    cells = Cells(grid, base, overrides)
+    known = with_vocab_sizes(cells, folder.runs if folder and table_only else None)
+    if grid.equal:
+        begun = folder is not None and any(folder.runs.glob("*/recipe.yaml"))
+        if folder:
+            make_folder(folder.runs)
+        with status_line(quiet) as say:
+            relative = relative_steps(known, grid, folder.path if folder else None, say, retime=retime and not begun)
+        cells = Cells(grid, base, overrides, relative)
+    return Results(grid, cells, {place: facts_of_cost(recipe) for place, recipe in known.items()}), folder
+
+
+def with_vocab_sizes(cells: Cells, runs: Path | None) -> dict[Place, Recipe]:
+    """The recipes of all points and tuned values, with the `model.vocab_size` that their tokens have.
+
+    Args:
+        runs: a folder of runs, which have the tokenizers of tokens that are gone; None: there is none.
+
+    Raises:
+        UserError: a recipe does not say its vocabulary size, and has no tokens.
+    """
+    trained = [RunDirectory(path.parent) for path in sorted(runs.glob("*/recipe.yaml"))] if runs else []
+    sizes: dict[tuple[str, ...], int] = {}
+    found = {}
+    for place, cell in cells.whole.items():
+        recipe, folders = cell.recipe, cell.recipe.data.folders
+        if recipe.model.vocab_size is None:
+            if folders not in sizes:
+                gone = folders and not any(Path(folder).exists() for folder in folders)
+                alike = [run for run in trained if gone and run.recipe().data.folders == folders]
+                sizes[folders] = vocab_size_in(alike[0]) if alike else vocab_size_of(recipe)
+            recipe = replace(recipe, model=replace(recipe.model, vocab_size=sizes[folders]))
+        found[place] = recipe
+    return found
+
+
+def seconds_of_steps(cells: Cells, quiet: bool) -> dict[Point, float]:
+    """How long a step of each point's model takes here, at the first tuned value: an estimate from two rounds. Empty,
+    with a warning, where memory does not hold all models together.
+
+    Raises:
+        UserError: a recipe does not say its vocabulary size, and has no tokens.
+    """
+    known = with_vocab_sizes(cells, None)
+    recipes = {point: recipe for (point, value), recipe in known.items() if value == cells.values[0]}
+    parts = {point: timed_part(recipe, recipe.model.vocab_size or 0) for point, recipe in recipes.items()}
+    keys = {point: recipe_sha256(part) for point, part in parts.items()}
+    try:
+        with status_line(quiet) as say:
+            times = time_steps({keys[point]: part for point, part in parts.items()}, say, ESTIMATE_ROUNDS)
+    except UserError as error:
+        warn(f"no hours: {error.message}")
+        return {}
+    return {point: median(times["steps"][key]) for point, key in keys.items()}
 
 
 def run_sweep(
     results: Results,
     folder: SweepFolder,
     *,
+    show: Callable[[dict[str, Any], list[Table]], None],
     look: Look,
     table_only: bool,
+    retime: bool,
     jobs: int,
     devices: Sequence[str],
     task_data: str | None,
     quiet: bool,
 ) -> int:
-    """Run the cells of a grid that have not ended, time their models, and write and print the tables.
+    """Run the cells of a grid that have not ended, time their models, and write and show the tables.
 
     Args:
         results: those of the grid before any run; outcomes and speeds are added.
+        show: called with results.json and the tables.
         look: of the plots.
         table_only: run nothing; publish what the folder holds.
+        retime: time models and steps again.
         jobs: cells at a time.
         devices: GPUs as in CUDA_VISIBLE_DEVICES, a cell on each; empty: those of this process.
         task_data: as for `pkmlm eval --task-data`.
@@ -115,6 +178,8 @@ def run_sweep(
             models could not be timed, and the tables lack their speeds.
     """
     folder.recall(results)
+    if retime:
+        results.speeds = {}
     code, problem = 0, None
     if table_only:
         folder.collect(results)
@@ -144,15 +209,14 @@ def run_sweep(
         for over in results.grid.over if comparison.runs and not code else ():
             try:
                 with status_line(quiet) as say:
-                    amounts = step_amounts(over, comparison.runs, say)
+                    amounts = step_amounts(over, comparison.runs, say, retime)
             except UserError as error:
                 problem = UserError(f"no table over {over}: {error.message}", error.hint, exit_code=1)
                 continue
             if equal := comparison.at_equal(over, amounts):
                 results.equals.append(equal)
             drawn += draw_curves(folder.path, comparison.curves(over), over, look)
-        tables = folder.write(results, drawn)
-        sys.stdout.write("\n".join(table.render() for table in tables))
+        show(*folder.write(results, drawn))
         if drawn:
             say_drawn(len(drawn), folder.path)
     for outcome in results.failed if not code else ():
@@ -251,34 +315,45 @@ class Runner:
 
     def run(self, cells: Cells, on_end: Callable[[Outcome], None], on_tick: Callable[[list[Cell]], None]) -> None:
         """Run all cells: for every point, the first seed at each tuned value, then the other seeds at the best of them.
-        A cell that competes with others is measured only after it has been chosen.
+        A cell that competes with others is measured only after it has been chosen. A cell that points share runs once.
 
         Args:
             on_end: called in this thread with the outcome of every cell that has ended.
             on_tick: called a few times a second with the cells that are running.
         """
-        outcomes: dict[tuple[str, ...], list[Outcome]] = {}
+        compete = {point: [cell.name for cell in cells.tuning(point)] for point in cells.grid.points()}
+        ended: dict[str, Outcome] = {}
+        begun: set[tuple[str, bool]] = set()  # with whether it is measured
         pool = ThreadPoolExecutor(self.jobs)
+        waiting: list[Future[Outcome]] = []
+
+        def begin(found: Iterable[Cell], measure: bool) -> None:
+            for cell in found:
+                if (cell.name, measure) not in begun:
+                    begun.add((cell.name, measure))
+                    waiting.append(pool.submit(self._run_cell, cell, measure))
+
         try:
-            waiting = [pool.submit(self._run_cell, cell, len(cells.values) == 1) for cell in cells.first.values()]
+            begin(cells.first.values(), len(cells.values) == 1)
             while waiting:
-                ended, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                done, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 on_tick(list(self.running))
                 if self.stopping:
                     self._stop_children()
-                ready, waiting = (
-                    [each for each in waiting if each in ended],
-                    [each for each in waiting if each not in ended],
-                )
-                for outcome in (future.result() for future in ready):  # in their order, even if they end together
+                ready = [each for each in waiting if each in done]  # in their order, even if they end together
+                waiting = [each for each in waiting if each not in done]
+                for outcome in (future.result() for future in ready):
                     on_end(outcome)
-                    known = outcomes.setdefault(outcome.cell.point, [])
-                    known.append(outcome)
-                    if len(known) == len(cells.values) and not self.stopping:
-                        chosen = best(known)
-                        also = [chosen.cell] if chosen and len(known) > 1 and not chosen.cell.trial else []
-                        also += cells.others(chosen.cell) if chosen else []
-                        waiting += [pool.submit(self._run_cell, cell, True) for cell in also]
+                    name = outcome.cell.name
+                    first_time = name not in ended
+                    ended[name] = outcome
+                    for names in compete.values() if first_time and not self.stopping else ():
+                        if name in names and ended.keys() >= set(names):
+                            known = [ended[each] for each in names]
+                            chosen = best(known)
+                            if chosen and len(known) > 1 and not chosen.cell.trial:
+                                begin([chosen.cell], True)
+                            begin(cells.others(chosen.cell) if chosen else [], True)
         finally:  # if an error ends the sweep, running commands are stopped and waiting cells are dropped
             self.ended = True
             pool.shutdown(wait=False, cancel_futures=True)

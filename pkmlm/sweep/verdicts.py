@@ -24,6 +24,8 @@ class Verdict:
         seeded: of the pairs, how many have two seeds or more in common.
         in_every: of these, how many have the claimed order in each seed.
         clear: of these, how many have every seed of one point beyond every seed of the other.
+        apart: how many pairs were left out because their tokens are of different tokenizers.
+        equal: what the runs have taken equally much of, "tokens" for example; None: not equally much of anything.
         correlation: Spearman's rank correlation with the paper over points; None for a claim.
     """
 
@@ -33,23 +35,41 @@ class Verdict:
     seeded: int = 0
     in_every: int = 0
     clear: int = 0
+    apart: int = 0
+    equal: str | None = None
     correlation: float | None = None
 
     def row(self) -> list[Any]:
         if self.correlation is not None:
-            return [self.text, f"{self.correlation:+.2f}", None, None]
+            return [self.text, f"{self.correlation:+.2f}", None, None, None]
         counts = [(self.held, self.pairs), (self.in_every, self.seeded), (self.clear, self.seeded)]
-        return [self.text, *(f"{part} of {whole}" if whole else None for part, whole in counts)]
+        holds, *others = [f"{part} of {whole}" if whole else None for part, whole in counts]
+        if self.apart:
+            holds = "; ".join(filter(None, (holds, f"{self.apart} not comparable: other tokenizers")))
+        return [self.text, holds, *others, self.equal]
 
 
-def verdict(grid: Grid, claim: Claim, values: BySeed) -> Verdict:
+def verdict(
+    grid: Grid,
+    claim: Claim,
+    values: BySeed,
+    tokenizer: Callable[[Point], str | None],
+    equal: str | None,
+    points: Sequence[Point],
+) -> Verdict:
     """Compare all measured pairs of points that a claim orders, by the seeds that both have: perplexity differs more
-    between seeds than between models.
+    between seeds than between models. What is measured by the token is not compared across tokenizers.
 
     Args:
         values: gives a measure at a point, by seed.
+        tokenizer: of the runs of a point.
+        equal: what the runs of `points` have taken equally much of.
+        points: of these the claim is made.
     """
-    found = [(values(claim.measure, less), values(claim.measure, more)) for less, more in pairs_of(grid, claim)]
+    ordered = [pair for pair in pairs_of(grid, claim) if set(pair) <= set(points)]
+    by_token = MEASURES[claim.measure].by_token
+    alike = [(less, more) for less, more in ordered if not by_token or tokenizer(less) == tokenizer(more)]
+    found = [(values(claim.measure, less), values(claim.measure, more)) for less, more in alike]
     both = [[(less[seed], more[seed]) for seed in less.keys() & more.keys()] for less, more in found]
     measured = [tuple(zip(*pair, strict=True)) for pair in both if pair]
     seeded = [(less, more) for less, more in measured if len(less) > 1]
@@ -60,6 +80,8 @@ def verdict(grid: Grid, claim: Claim, values: BySeed) -> Verdict:
         seeded=len(seeded),
         in_every=sum(all(map(lt, less, more)) for less, more in seeded),
         clear=sum(max(less) < min(more) for less, more in seeded),
+        apart=sum(all(values(claim.measure, point) for point in pair) for pair in set(ordered) - set(alike)),
+        equal=equal,
     )
 
 

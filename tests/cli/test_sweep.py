@@ -193,6 +193,42 @@ def test_short_runs_choose_and_whole_ones_are_compared_at_equal_amounts(grid, tm
     assert "At equal seconds" not in again.stdout, "the option is in place of the grid's key"
 
 
+@pytest.mark.slow
+def test_models_are_trained_for_equal_tokens_and_equal_seconds(grid, tokens, tmp_path):
+    """One run serves both where it takes as many steps; a resumed sweep keeps its steps; the tables need no tokens."""
+    folder, copied = tmp_path / "swept", tmp_path / "tokens"
+    shutil.copytree(tokens, copied)
+    claim = "{text: slots help, measure: bits_per_byte, greater: {slots: none}, less: {slots: 256}}"
+    grid.write_text(f"{GRID.replace('valid_loss', 'bits_per_byte')}equal: [tokens, seconds]\nclaims: [{claim}]\n")
+    sweep = ("sweep", grid, "-o", folder, "-s", "train.steps=12", "-s", f"data.dir={copied}")
+    done = pkmlm(*sweep)
+    relative = json.loads((folder / "budget.json").read_text())["relative"]
+    steps = {name: cell["step"] for name, cell in cells_in(folder).items()}
+    (by_seconds,) = {round(12 / each) for each in relative.values() if each != 1}
+    assert steps["none_seed-1"] == 12
+    assert sorted(steps.values()) == sorted([12, 12, by_seconds] if by_seconds != 12 else [12, 12])
+    results = json.loads((folder / "results.json").read_text())
+    measured = {
+        tuple(point["point"].values()): point["measured"]["bits_per_byte"]["mean"] for point in results["points"]
+    }
+    assert measured.keys() == {(slots, equal) for slots in ("none", "256") for equal in ("tokens", "seconds")}
+    assert measured["none", "tokens"] == measured["none", "seconds"]
+    assert [(each["equal"], each["pairs"]) for each in results["verdicts"]] == [("tokens", 1), ("seconds", 1)]
+    shutil.rmtree(copied)
+    assert pkmlm(*sweep, "--table").stdout == done.stdout
+    latex = pkmlm(*sweep, "--table", "--format", "latex").stdout
+    assert latex.count("\\toprule") == len(re.findall(r"^-+$", done.stdout, re.MULTILINE))
+    assert json.loads(pkmlm(*sweep, "--table", "--json").stdout)["points"] == results["points"]
+    assert pkmlm(*sweep, "--table", "--retime").stdout == done.stdout, "steps of runs that have begun stay"
+
+
+def test_a_dry_run_estimates_hours(grid):
+    told = pkmlm("sweep", grid, "--dry-run", "-s", "train.steps=1000000").stdout
+    (hours,) = map(float, re.findall(r"([\d.,]+) hours of training here", told.replace(",", "")))
+    assert hours > 0
+    assert sum(float(line.split()[-1]) for line in told.splitlines()[-2:]) == pytest.approx(hours, abs=0.1)
+
+
 def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     """For training it is complete, whatever eval.tokens are; and the base's file may change while a sweep runs."""
     folder = tmp_path / "swept"

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 
 import pytest
 
-from pkmlm.bench.steps import timed_part
+from pkmlm.bench.steps import timed_part, vocab_size_in
+from pkmlm.cost import cost_of
 from pkmlm.errors import UserError
 from pkmlm.files import write_json
 from pkmlm.recipe.load import load_recipe
@@ -21,12 +23,13 @@ from pkmlm.report.metrics import MEASURES, TASKS
 from pkmlm.report.plots import Look
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, read_progress
+from pkmlm.sweep.budget import relative_steps
 from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken, suite_accuracy
-from pkmlm.sweep.grid import Grid, read_grid
+from pkmlm.sweep.grid import Claim, Grid, Point, read_grid
 from pkmlm.sweep.plots import picture
 from pkmlm.sweep.results import Results, SweepFolder
-from pkmlm.sweep.run import facts_of_cost, tasks_of
-from pkmlm.sweep.verdicts import pairs_of, rank_correlations, verdict
+from pkmlm.sweep.run import facts_of_cost, tasks_of, with_vocab_sizes
+from pkmlm.sweep.verdicts import BySeed, Verdict, pairs_of, rank_correlations, verdict
 from tests.conftest import ROOT, write_checkpoint
 
 LOOK = Look()
@@ -95,8 +98,8 @@ def test_a_cells_steps_are_those_of_its_last_line_however_long(folder):
 def test_the_example_of_the_manual_has_every_key(tmp_path):
     text = (ROOT / "pkmlm" / "manual" / "sweeps.md").read_text().partition("\n```yaml\n")[2].partition("```")[0]
     (tmp_path / "small.yaml").write_text(BASE)
-    assert grid_of(tmp_path, text, "large").points()[-1] == ("4k", "yes")
-    assert len(Cells(grid_of(tmp_path, text, "small"), tmp_path / "small.yaml")) == 9
+    assert grid_of(tmp_path, text, "large").points()[-1] == ("4k", "yes", "seconds")
+    assert len(Cells(grid_of(tmp_path, text, "small"), tmp_path / "small.yaml")) == 9, "three points, shared by both"
     keys = parse(text, "sweeps.md").value
     assert set(keys) | {"set", "only"} == {field.name for field in fields(Grid)} | {"scales"}
 
@@ -206,6 +209,20 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("y: perplexity, line: norm", "y: perplexity, line: slots", "figures: found slots|norm"),
         ("{x: usage, y: perplexity}", "{x: slots, y: perplexity}", "figures: found perplexity by slots twice"),
         ("line: norm}", "line: norm, log: [x]}", "figures: log: found x"),
+        ("tune: {", "tune: {also: {optim.muon.lr: [1e-2]}, ", "tune.also: found 1 values of optim.muon.lr|expected 3"),
+        (
+            "tune: {",
+            "tune: {also: {model.memories.pkm.num_keys: [8, 16, 32]}, ",
+            "model.memories.pkm.num_keys is set by its tune and by its axis slots",
+        ),
+        ("seeds: [1, 2]", "seeds: [1, 2]\nequal: [tokens, tokens]", "equal: found tokens twice"),
+        ("seeds: [1, 2]", "seeds: [1, 2]\nequal: hours", "equal|tokens|operations|seconds"),
+        ("axes:\n", "equal: tokens\naxes:\n  equal: {a: {}}\n", "7:3: axes: found equal"),
+        (
+            "set: {model.dim: 16}",
+            "set: {train.epochs: 2}\nequal: tokens",
+            "slots none, norm no, equal tokens: train.epochs",
+        ),
         ("tune: {", "tune: {set: {optim.lr: 5e-3}, ", "optim.lr is set by its tune and by its tune.set"),
         ("large: {axes: {slots: {256: {model.memories.pkm.heads: 2}}}}", "large: 5", "scales.large: found 5"),
         ("seeds: [1, 2]", "seeds: 3", "seeds: found 3|a list"),
@@ -223,6 +240,74 @@ def test_a_grid_of_millions_of_cells_is_counted_not_listed(folder):
     axes = "".join(f"  a{number}: {{x: {{}}, y: {{}}, z: {{}}}}\n" for number in range(14))
     with pytest.raises(UserError, match=r"grid.yaml:2:1: axes: 4,782,969 cells .expected at most"):
         grid_of(folder, f"base: base.yaml\naxes:\n{axes}", None)
+
+
+EQUAL = """base: base.yaml
+axes:
+  model:
+    none: {model.memories: null}
+    pkm: {}
+    half: {train.batch_tokens: 32, train.micro_batch: 2}
+"""
+
+
+def steps_at(folder: Path, equal: str, tune: str = "") -> dict[tuple[Point, str | None], int]:
+    """`train.steps` of each whole cell, at an equal amount of 600 of the first model's."""
+    grid = grid_of(folder, f"{EQUAL}equal: {equal}\n{tune}", None)
+    known = with_vocab_sizes(Cells(grid, folder / "base.yaml", ["train.steps=600"]), None)
+    relative = relative_steps(known, grid, folder, lambda line: None, retime=False)
+    cells = Cells(grid, folder / "base.yaml", ["train.steps=600"], relative)
+    return {place: cell.recipe.train.steps for place, cell in cells.whole.items()}
+
+
+def test_at_equal_amounts_each_model_has_the_steps_that_take_it(folder):
+    found = {point[0]: steps for (point, _), steps in steps_at(folder, "tokens").items()}
+    assert found == {"none": 600, "pkm": 600, "half": 1200}
+    per_token = {
+        name: cost_of(load_recipe(folder / "base.yaml", more), 100).flops_per_token
+        for name, more in (("none", ["model.memories=null"]), ("pkm", []))
+    }
+    found = {point[0]: steps for (point, _), steps in steps_at(folder, "operations").items()}
+    expected = 600 * per_token["none"] / per_token["pkm"]
+    assert found == {"none": 600, "pkm": round(expected), "half": round(2 * expected)}
+    assert found["pkm"] != 600, "or the test says nothing"
+
+
+def test_steps_at_equal_seconds_are_timed_once_and_kept(folder):
+    """Later models are timed beside the first; what is kept decides, also where the machine has become slower."""
+    found = {point[0]: steps for (point, _), steps in steps_at(folder, "seconds").items()}
+    kept = json.loads((folder / "budget.json").read_text())
+    assert found["none"] == 600
+    relative = sorted(600 / steps for steps in found.values())
+    assert sorted(kept["relative"].values()) == pytest.approx(relative, rel=0.01)
+    pkm = next(key for key, value in kept["relative"].items() if found["pkm"] == round(600 / value))
+    kept["relative"] = {kept["first"]: 1.0, pkm: 3.0}
+    (folder / "budget.json").write_text(json.dumps(kept))
+    again = {point[0]: steps for (point, _), steps in steps_at(folder, "seconds").items()}
+    assert (again["none"], again["pkm"]) == (600, 200)
+    assert len(json.loads((folder / "budget.json").read_text())["relative"]) == 3, "the one that was missing"
+    kept["first"] = pkm
+    (folder / "budget.json").write_text(json.dumps(kept))
+    with pytest.raises(UserError, match="first model is another"):
+        steps_at(folder, "seconds")
+    (folder / "budget.json").write_text("{}")
+    with pytest.raises(UserError, match=r"budget\.json"):
+        steps_at(folder, "seconds")
+
+
+def test_what_takes_as_many_steps_at_both_is_one_run(folder):
+    tune = "tune: {values: [1e-3, 2e-3], set: {train.steps: 100}}\n"
+    grid = grid_of(folder, f"{EQUAL}equal: [tokens, operations]\nseeds: [1, 2]\n{tune}", None)
+    known = with_vocab_sizes(Cells(grid, folder / "base.yaml"), None)
+    relative = relative_steps(known, grid, None, lambda line: None, retime=False)
+    cells = Cells(grid, folder / "base.yaml", relative=relative)
+    names = {place[0]: cell.name for place, cell in cells.first.items() if place[1] == "1e-3"}
+    assert names["none", "tokens"] == names["none", "operations"] == "none_1e-3_seed-1_trial"
+    assert names["pkm", "tokens"] == "pkm_1e-3_seed-1_trial"
+    assert names["pkm", "operations"] == "pkm_operations_1e-3_seed-1_trial"
+    assert names["half", "tokens"] == "half_tokens_1e-3_seed-1_trial"
+    assert cells.first[("half", "tokens"), "1e-3"].recipe.train.steps == 200, "trials have an equal share, too"
+    assert len(cells) == 5 * (2 + 2)
 
 
 def test_a_quoted_value_reaches_the_recipe_as_it_is(folder):
@@ -247,6 +332,11 @@ def numbers(table: dict[tuple[str, tuple[str, str]], dict[int, float]]):
     return lambda measure, point: table.get((measure, point), {})
 
 
+def held(grid: Grid, claim: Claim, values: BySeed, tokenizers: Mapping[Point, str] = MappingProxyType({})) -> Verdict:
+    """The verdict on all points, which read as the grid says, with one tokenizer unless `tokenizers` says otherwise."""
+    return verdict(grid, claim, values, lambda point: tokenizers.get(point), None, grid.points())
+
+
 def test_claims_are_held_against_means_and_seeds(folder):
     grid = grid_of(folder)
     measured = {
@@ -257,16 +347,16 @@ def test_claims_are_held_against_means_and_seeds(folder):
         ("usage", P[2]): {1: 0.5},
         ("usage", P[4]): {1: 0.4, 2: 0.4},
     }
-    norm, size, used = (verdict(grid, claim, numbers(measured)) for claim in grid.claims)
+    norm, size, used = (held(grid, claim, numbers(measured)) for claim in grid.claims)
     assert (norm.pairs, norm.held) == (1, 1), "256 slots with norm were not measured"
     assert (norm.seeded, norm.in_every, norm.clear) == (1, 0, 0)
     assert (size.pairs, size.held, size.seeded, size.in_every, size.clear) == (2, 2, 2, 2, 1)
     assert (used.pairs, used.held, used.seeded) == (1, 0, 0), "one seed that has both says nothing of seeds"
-    assert norm.row() == ["norm helps", "1 of 1", "0 of 1", "0 of 1"]
+    assert norm.row() == ["norm helps", "1 of 1", "0 of 1", "0 of 1", None]
     alike = {P[1]: {1: 30.0, 2: 31.0}, P[2]: {1: 30.0, 2: 31.0, 3: 30.5}}
-    norm = verdict(grid, grid.claims[0], lambda _, point: alike.get(point, {}))
-    assert norm.row() == ["norm helps", "0 of 1", "0 of 1", "0 of 1"], "what is equal is not less"
-    assert used.row() == ["used", "0 of 1", None, None]
+    norm = held(grid, grid.claims[0], lambda _, point: alike.get(point, {}))
+    assert norm.row() == ["norm helps", "0 of 1", "0 of 1", "0 of 1", None], "what is equal is not less"
+    assert used.row() == ["used", "0 of 1", None, None, None]
 
 
 def test_a_claim_is_held_against_the_seeds_that_both_have(folder):
@@ -277,12 +367,27 @@ def test_a_claim_is_held_against_the_seeds_that_both_have(folder):
         ("perplexity", P[3]): {1: 30.0},
         ("perplexity", P[4]): {2: 20.0},
     }
-    norm, size, _ = (verdict(grid, claim, numbers(measured)) for claim in grid.claims)
-    assert norm.row() == ["norm helps", "1 of 1", None, None], "the other pair has no seed in common"
-    assert size.row() == ["size helps", "0 of 1", None, None]
+    norm, size, _ = (held(grid, claim, numbers(measured)) for claim in grid.claims)
+    assert norm.row() == ["norm helps", "1 of 1", None, None, None], "the other pair has no seed in common"
+    assert size.row() == ["size helps", "0 of 1", None, None, None]
     measured |= {("perplexity", P[2]): {1: 29.0, 2: 19.0, 3: 40.0}, ("perplexity", P[1]): {1: 30.0, 2: 31.0}}
-    norm = verdict(grid, grid.claims[0], numbers(measured))
-    assert norm.row() == ["norm helps", "1 of 1", "1 of 1", "1 of 1"]
+    norm = held(grid, grid.claims[0], numbers(measured))
+    assert norm.row() == ["norm helps", "1 of 1", "1 of 1", "1 of 1", None]
+
+
+def test_what_is_measured_by_the_token_is_not_compared_across_tokenizers(folder):
+    claims = "claims:\n  - {text: norm helps, measure: bits_per_byte, greater: {norm: no}, less: {norm: yes}}\n"
+    grid = grid_of(
+        folder, GRID.replace("[perplexity, usage", "[perplexity, bits_per_byte, usage").replace("claims:\n", claims)
+    )
+    measured = {(name, P[n]): {1: float(9 - n)} for name in ("perplexity", "bits_per_byte") for n in range(1, 5)}
+    bits, ppl, _, _ = grid.claims
+    tokenizers = {P[1]: "a", P[2]: "b", P[3]: "a", P[4]: "a"}
+    assert held(grid, bits, numbers(measured), tokenizers).row()[1] == "2 of 2"
+    assert held(grid, ppl, numbers(measured), tokenizers).row()[1] == "1 of 1; 1 not comparable: other tokenizers"
+    tokenizers |= {P[3]: "c"}
+    assert held(grid, ppl, numbers(measured), tokenizers).row()[1] == "2 not comparable: other tokenizers"
+    assert held(grid, ppl, numbers({}), tokenizers).row()[1] is None, "nothing was measured"
 
 
 def test_a_claim_along_an_axis_compares_neighbours_with_all_else_equal(folder):
@@ -570,7 +675,7 @@ def test_the_papers_grids_are_possible_at_every_scale(path, monkeypatch):
         cells = Cells(grid, path.parent / grid.base, ["model.vocab_size=50000"])
         assert len(cells) >= len(grid.points())
         costs = {place: facts_of_cost(cell.recipe) for place, cell in cells.whole.items()}
-        plan = Results(grid, cells, costs).plan().render()
+        plan = Results(grid, cells, costs).plan({}).render()
         assert max(map(len, plan.splitlines())) <= 80, "a dry run fits a terminal"
         for measure in grid.paper:
             assert any(grid.paper_value(measure, point) is not None for point in grid.points()), (path, measure)
@@ -610,4 +715,4 @@ def test_the_records_that_come_along_are_those_of_runs(archive, tmp_path):
         used = [{each["memory"] for each in report["memories"]} for report in run.usage_reports()]
         assert used == [recipe.model.memories.keys()] * len([*run.path.glob("usage/*.json")])
         if (times := run.path / "steps.json").exists():
-            assert recipe_sha256(timed_part(run)) in json.loads(times.read_text())["steps"]
+            assert recipe_sha256(timed_part(recipe, vocab_size_in(run))) in json.loads(times.read_text())["steps"]

@@ -1,0 +1,92 @@
+"""Equal budgets: for how many steps each model of a grid is trained, where `equal` is set.
+
+`train.steps` are those of the grid's first model; what they take of tokens, seconds or operations is what each other
+model may take. So every run has a whole schedule, and none is read in the middle of it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from typing_extensions import TypedDict
+
+from pkmlm.bench.rounds import Say
+from pkmlm.bench.steps import AGAIN, BUSY, time_steps, timed_part
+from pkmlm.console import warn
+from pkmlm.cost import cost_of
+from pkmlm.errors import UserError
+from pkmlm.files import make_folder, read_json, write_json
+from pkmlm.recipe.schema import Recipe, recipe_sha256
+from pkmlm.runs.results import Number
+from pkmlm.sweep.cells import Place
+from pkmlm.sweep.grid import Grid
+
+FILE = "budget.json"
+
+
+class Paces(TypedDict):
+    """DIR/budget.json: how long a step of each model takes, as a multiple of the first's, by the sha256 of the part of
+    a recipe on which that time depends. What a sweep began with stays, so that a resumed one trains for as many steps.
+    """
+
+    timed_on: dict[str, str]
+    busy_cores: Number
+    first: str
+    relative: dict[str, Number]
+
+
+def relative_steps(
+    recipes: Mapping[Place, Recipe], grid: Grid, folder: Path | None, say: Say, *, retime: bool
+) -> dict[Place, float]:
+    """How many steps each model takes for one of the grid's first, at an equal amount of what its place says.
+
+    Args:
+        recipes: with `model.vocab_size` set.
+        folder: of the sweep, which keeps the times of steps; None: they are not kept.
+        say: called with a line on which round of a timing runs.
+        retime: time steps again, although the folder has their times.
+
+    Raises:
+        UserError: the folder's times are damaged, or those of another first model; (exit code 1) memory does not hold
+            all models at once.
+    """
+    takes: dict[str, dict[Place, float]] = {"tokens": {}, "operations": {}, "seconds": {}}
+    for place, recipe in recipes.items():
+        takes["tokens"][place] = recipe.train.batch_tokens
+        per_token = cost_of(recipe, recipe.model.vocab_size or 0).flops_per_token
+        takes["operations"][place] = per_token * recipe.train.batch_tokens
+    first = next(iter(recipes))
+    if "seconds" in grid.equal:
+        parts = {place: timed_part(recipe, recipe.model.vocab_size or 0) for place, recipe in recipes.items()}
+        keys = {place: recipe_sha256(part) for place, part in parts.items()}
+        relative = relative_seconds({keys[place]: parts[place] for place in parts}, keys[first], folder, say, retime)
+        takes["seconds"] = {place: relative[key] for place, key in keys.items()}
+    return {place: takes[place[0][-1]][first] / takes[place[0][-1]][place] for place in recipes}
+
+
+def relative_seconds(
+    recipes: Mapping[str, Recipe], first: str, folder: Path | None, say: Say, retime: bool
+) -> dict[str, float]:
+    """The seconds of a step of each of `recipes` (by sha256) over those of `first`, timed in turn in one process.
+    Models that were added to a grid are timed beside the first.
+    """
+    file = folder / FILE if folder else None
+    known: dict[str, float] = {}
+    if file and file.exists() and not retime:
+        kept = read_json(file, "the times of steps", exit_code=1, schema=Paces)
+        if kept["first"] != first:
+            message = f"{file}: the grid's first model is another now (expected the one from which steps were counted)"
+            raise UserError(message, "set it back, or name another folder with -o")
+        known = kept["relative"]
+    missing = {key: recipe for key, recipe in recipes.items() if key not in known}
+    if missing:
+        times = time_steps({first: recipes[first]} | missing, say)
+        if times["busy_cores"] > BUSY:
+            warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {AGAIN}")
+        seconds = {key: median(found) for key, found in times["steps"].items()}
+        known = {key: each / seconds[first] for key, each in seconds.items()} | known
+        if folder and file:
+            make_folder(folder)
+            timed = {"timed_on": times["timed_on"], "busy_cores": times["busy_cores"]}
+            write_json(file, timed | {"first": first, "relative": known})
+    return known
