@@ -1,4 +1,4 @@
-# make demo    install, tokenize, train three small models, measure and compare them
+# make demo    install, tokenize, train four small models, measure and compare them
 # make test    install and run all but the slow tests
 # make test-all  all tests
 # make test-oldest  the tests with the oldest libraries that setup.py allows (torch, too, with TORCH=torch==2.11.0)
@@ -7,6 +7,7 @@
 # make pkm-table-2, pkm-headline, memory-plus-steps, ngram-controls, memoryformer-table-5, ...: a table or figure of a paper (recipes/*/grids)
 #              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), the first time;
 #              TASK_DATA=FOLDER with the rows of zero-shot tasks; JOBS=N runs at a time, or DEVICES=0,1,... one per GPU
+# make demo-block: what block, optimizer and memory are each worth, on the demo's text; two hours on two cores with JOBS=2
 # make worth-width-512, worth-width-256, worth-long: what a memory is worth (recipes/worth); hours. CORPUS=FOLDER with
 #              train*.txt, valid.txt and test.txt (or .zst): 10 million tokens for the widths, 68 million for worth-long;
 #              JOBS=N (widths) or make -j N (worth-long) runs at a time; SET="-s KEY=VALUE" for all runs
@@ -16,7 +17,7 @@ BIN := .venv/bin
 PKMLM := $(BIN)/pkmlm
 # Where trials run and are recorded; a file system in memory is faster.
 TORTURE ?= torture
-MODELS := dense product-key hash
+MODELS := dense product-key ngram hash
 RUNS := $(MODELS:%=demo/runs/%)
 
 # The tables and figures of the papers.
@@ -34,7 +35,7 @@ split = $(firstword $(wildcard $(CORPUS)/$(1).txt $(CORPUS)/$(1).txt.zst $(CORPU
 
 demo: $(RUNS:%=%/eval/done) demo/probe.txt
 	$(PKMLM) compare $(RUNS) --plots demo/plots --force
-	$(PKMLM) usage-report demo/runs/product-key demo/runs/hash --plots demo/plots --force
+	$(PKMLM) usage-report demo/runs/product-key demo/runs/ngram demo/runs/hash --plots demo/plots --force
 	@echo "The plots are in demo/plots; the runs in demo/runs."
 	@cat demo/probe.txt
 
@@ -48,6 +49,7 @@ $(RUNS:%=%/eval/done): demo/runs/%/eval/done: demo/runs/%/done
 
 demo/runs/product-key/done: RECIPE = recipes/demo.yaml
 demo/runs/dense/done: RECIPE = recipes/demo-dense.yaml
+demo/runs/ngram/done: RECIPE = recipes/demo-ngram.yaml
 demo/runs/hash/done: RECIPE = recipes/demo-hash.yaml
 $(RUNS:%=%/done): demo/tokens/index.json
 	$(PKMLM) train $(RECIPE) -o $(@D)
@@ -81,6 +83,9 @@ golden: .venv/installed-dev
 	$(BIN)/python -m tests.golden.test_curves
 
 SWEEP = $(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) $(AT_A_TIME) -s data.dir=$(TOKENS)
+
+demo-%: recipes/demo/grids/%.yaml demo/tokens/index.json
+	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME)
 
 pkm-%: recipes/pkm/grids/%.yaml $(TOKENS)/index.json
 	$(SWEEP)
