@@ -54,7 +54,7 @@ def command(
     """Train and measure every cell of GRID, and print a table next to the paper's numbers.
 
     The same command again resumes where it stopped: cells that are done or diverged are skipped. Tuned values are
-    chosen by the validation loss of the last step. Means are over seeds; +- is half the range from least to greatest.
+    chosen by the validation loss of the last step. Means are over seeds; +- is the sample standard deviation.
 
     \b
     Examples:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from pkmlm.errors import UserError
@@ -42,8 +42,8 @@ class Group(NamedTuple):
     runs: list[Facts]
 
     def as_json(self) -> Facts:
-        """The names and seeds of the runs; and for each number its mean, half the range from least to greatest, and,
-        if some runs lack it, how many have it.
+        """The names and seeds of the runs; and for each number its mean, its sample standard deviation (None: of a
+        single run), and, if some runs lack it, how many have it.
         """
         values: dict[str, list[float]] = {}
         for run in self.runs:
@@ -55,7 +55,7 @@ class Group(NamedTuple):
             "runs": [run["run"] for run in self.runs],
             "seeds": [run["seed"] for run in self.runs],
             "mean": {key: fmean(found) for key, found in values.items()},
-            "spread": {key: (max(found) - min(found)) / 2 for key, found in values.items()},
+            "spread": {key: stdev(found) if len(found) > 1 else None for key, found in values.items()},
             "n": {key: len(found) for key, found in values.items() if len(found) < len(self.runs)},
         }
 

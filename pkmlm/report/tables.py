@@ -5,7 +5,7 @@ Each table is made from what the report prints as JSON, and needs no torch.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from pkmlm.console import SHARE, Column, Table, number
@@ -194,7 +194,7 @@ def compare_tables(
 def noted(title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], *notes: str) -> Table:
     """A table with notes, the last of which explains the spreads in it, if there are any."""
     varies = any(isinstance(value, str) and "+-" in value for row in rows for value in row)
-    return Table(title, columns, rows, "; ".join([*notes, *(["+-: half the range over seeds"] if varies else [])]))
+    return Table(title, columns, rows, "; ".join([*notes, *(["+-: standard deviation over seeds"] if varies else [])]))
 
 
 def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
@@ -246,11 +246,11 @@ def _cell(values: Iterable[Any], column: Column) -> Any:
 
 
 def with_spread(values: Sequence[float], format: str) -> str | None:
-    """The mean, and half the range from least to greatest unless it is 0: `104.13 +-0.52`."""
+    """The mean, and the sample standard deviation (n - 1) of values that differ: `104.13 +-0.52`."""
     if not values:
         return None
-    text, half = format.format(fmean(values)), (max(values) - min(values)) / 2
-    return f"{text} +-{format.format(half)}" if half else text
+    text = format.format(fmean(values))
+    return f"{text} +-{format.format(stdev(values))}" if len(set(values)) > 1 else text
 
 
 def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> Table:
@@ -267,7 +267,7 @@ def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equiv
         first, *others = [flat_facts(run) for run in group.runs]
         alike = {key: value for key, value in first.items() if all(run.get(key) == value for run in others)}
         found = group.as_json()
-        spreads = {f"{key}_spread": half for key, half in found["spread"].items() if key not in alike}
+        spreads = {f"{key}_spread": deviation for key, deviation in found["spread"].items() if key not in alike}
         spreads |= {f"{key}_n": count for key, count in found["n"].items()}
         equivalents = {
             f"dense_equivalent_{by}_{key}": value

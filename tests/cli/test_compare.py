@@ -251,13 +251,15 @@ def test_runs_that_differ_in_their_seed_are_one_row(run: Path, tmp_path: Path) -
     assert [found["run"] for found in record["runs"]] == ["mine-11", "mine-10", "mine"], "each by itself, too"
     (group,) = record["groups"]
     assert (group["runs"], group["seeds"]) == (["mine", "mine-10", "mine-11"], [1, 10, 11])
-    assert (group["mean"]["test_token_ppl"], group["spread"]["test_token_ppl"]) == (pytest.approx(22 / 3), 0.5)
+    sd = math.sqrt(((7 - 22 / 3) ** 2 * 2 + (8 - 22 / 3) ** 2) / 2)  # of 7, 7, 8
+    assert group["mean"]["test_token_ppl"] == pytest.approx(22 / 3)
+    assert group["spread"]["test_token_ppl"] == pytest.approx(sd)
     assert (group["mean"]["mean_kl"], group["spread"]["piqa"]) == (0.5, 0.0)
     RunDirectory(runs[0]).write_facts(status="patience")
     text = pkmlm("compare", *runs[:2]).stdout
     assert "mine-{10,11}" in text
     assert "finished, patience" in text.replace("\n", " ")
-    assert "7.50 +-0.50" in text.replace("\n", " ") or re.search(r"7\.50.*\n.*\+-0\.50", text)
+    assert "7.50 +-0.71" in text.replace("\n", " ") or re.search(r"7\.50.*\n.*\+-0\.71", text)
     assert "(n=1)" in pkmlm("compare", *runs[1:], "--format", "md").stdout, "one of two seeds was evaluated"
     (row,) = csv.DictReader(io.StringIO(pkmlm("compare", *runs[:2], "--format", "csv").stdout))
     shown = {
@@ -265,17 +267,17 @@ def test_runs_that_differ_in_their_seed_are_one_row(run: Path, tmp_path: Path) -
         "seeds": "2",
         "status": "finished, patience",
         "test_token_ppl": "7.5",
-        "test_token_ppl_spread": "0.5",
+        "test_token_ppl_spread": str(math.sqrt(0.5)),
         "dense": "1000",
     }
     assert row.items() >= shown.items()
     assert "valid_loss_spread" not in row, "in which they agree"
     (row,) = csv.DictReader(io.StringIO(pkmlm("compare", *runs[1:], "--format", "csv").stdout))
-    assert (row["test_token_ppl"], row["test_token_ppl_spread"], row["test_token_ppl_n"]) == ("7.0", "0.0", "1")
+    assert (row["test_token_ppl"], row["test_token_ppl_spread"], row["test_token_ppl_n"]) == ("7.0", "", "1")
     assert "valid_loss_n" not in row
     latex = pkmlm("compare", *runs[:2], "--format", "latex").stdout
     assert r"mine-\{10,11\} & 2 &" in latex
-    assert r"7.50 $\pm\,$0.50" in latex
+    assert r"7.50 $\pm\,$0.71" in latex
 
 
 def test_runs_that_differ_in_more_are_rows_of_their_own(run: Path, tmp_path: Path) -> None:
@@ -471,7 +473,7 @@ def test_whole_numbers_of_several_seeds_are_shown_whole(run: Path, tmp_path: Pat
             assert lower != metrics
             (other / "metrics.jsonl").write_text(lower)
     shown = pkmlm("compare", run, tmp_path / "seed-2", tmp_path / "seed-3").stdout
-    assert "83 +-25" in shown
+    assert "83 +-29" in shown
     assert "83.3" not in shown
 
 

@@ -433,17 +433,17 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     results.add(measured_by_hand(other, {"valid_loss": 4.1, "seconds": 0.8}))
     half, costs, _, _ = ([row for row in table.rows if tuple(row[:2]) == P[2]] for table in results.tables())
     assert half[0][3:5] == ["1/2", "50.00"], "the other is trained, not evaluated"
-    assert (costs[0][3], costs[0][-1]) == (2, "0.6 +-0.2")
+    assert (costs[0][3], costs[0][-1]) == (2, "0.6 +-0.3")
     results.add(measured_by_hand(other, {"valid_loss": 4.1, "test_token_ppl": 60.0, "seconds": 0.8}))
     assert results.values("perplexity", P[2]) == (50.0, 60.0)
     table, costs, tried, _ = results.tables()
     row = next(row for row in table.rows if tuple(row[:2]) == P[2])
-    assert row == ["64", "yes", "2e-3", 2, "55.00 +-5.00", 21.0, None, "2.00"]
+    assert row == ["64", "yes", "2e-3", 2, "55.00 +-7.07", 21.0, None, "2.00"]
     assert [column.name for column in costs.columns][4:] == ["memory M", "M ops", "MB read", "train s"], (
         "dense is above"
     )
     row = next(row for row in costs.rows if tuple(row[:2]) == P[2])
-    assert (row[2:5], row[-1]) == (["2e-3", 2, "3.00"], "0.6 +-0.2")
+    assert (row[2:5], row[-1]) == (["2e-3", 2, "3.00"], "0.6 +-0.3")
     assert next(row for row in tried.rows if tuple(row[:2]) == P[2])[2:] == [5.0, 4.0, 4.5, None]
     made = results.as_json("grid", "large")
     point = next(point for point in made["points"] if tuple(point["point"].values()) == P[2])
