@@ -5,26 +5,55 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import PATH, force_option, over_option, quiet_option
+from pkmlm.cli.options import PATH, force_option, over_option, quiet_option, several
 from pkmlm.cli.show import Output, report_options
 from pkmlm.console import status_line, warn_each
 from pkmlm.report.equal import Over
+from pkmlm.report.metrics import PANELS
 
 if TYPE_CHECKING:
     from pkmlm.report.plots import Look
 
 
+def pairs_of_names(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """RUN=TEXT, each RUN once."""
+    found: dict[str, str] = {}
+    for value in values:
+        run, separator, text = value.partition("=")
+        if not (run and separator and text) or run in found:
+            problem = f"{run} twice" if run in found else f"{value!r} (expected RUN=TEXT)"
+            raise click.BadParameter(problem, context, parameter)
+        found[run] = text
+    return found
+
+
 @click.command()
 @click.argument("run_paths", type=PATH, metavar="RUN...", nargs=-1, required=True)
 @report_options(plots="Also draw into this folder: learning curves, and memory use over tokens.")
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    callback=pairs_of_names,
+    metavar="RUN=TEXT",
+    help="Call the row of RUN, and of its other seeds, TEXT in tables and pictures. May be repeated.",
+)
 @over_option
+@click.option(
+    "--panels",
+    callback=several(click.Choice(PANELS)),
+    metavar=",".join(PANELS),
+    help="Panels of the picture over tokens. Default: all that have data.",
+)
 @click.option("--plot-log", is_flag=True, help="Draw curves over a logarithmic axis, for long runs.")
 @force_option
 @quiet_option
 def command(
     run_paths: tuple[str, ...],
     out: Output,
+    names: dict[str, str],
     over: tuple[Over, ...],
+    panels: tuple[str, ...],
     plot_log: bool,
     force: bool,
     quiet: bool,
@@ -41,7 +70,7 @@ def command(
       pkmlm compare runs/dense runs/pkm
       pkmlm compare runs/* --plots pictures --plot-format pdf --plot-width 3.3
       pkmlm compare runs/* --over tokens,seconds --plots pictures
-      pkmlm compare runs/* --format latex > table.tex
+      pkmlm compare runs/a runs/b --name runs/a="no memory" --format latex > table.tex
       pkmlm compare runs/* --format csv > runs.csv
     """
     from pkmlm.report.compare import compare_runs
@@ -49,7 +78,7 @@ def command(
     from pkmlm.report.tables import compare_rows, compare_tables
 
     out.refuse_plots(force)
-    comparison = compare_runs(run_paths)
+    comparison = compare_runs(run_paths, names)
     warn_each(comparison.warnings)  # before misleading numbers are read, or steps are timed
     equals = []
     if over:
@@ -71,7 +100,7 @@ def command(
     def draw(folder: Path, look: "Look") -> list[Path]:
         from pkmlm.report.plots import draw_comparison
 
-        return draw_comparison(folder, comparison, over or ("steps",), look, plot_log)
+        return draw_comparison(folder, comparison, over or ("steps",), look, plot_log, panels or PANELS)
 
     tables, rows = compare_tables(comparison.groups, equals, sizes), compare_rows(comparison.groups, sizes)
     out.show(record, tables, csv=rows, draw=draw)

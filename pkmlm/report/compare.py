@@ -9,6 +9,7 @@ from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, median, stdev
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pkmlm.errors import UserError
@@ -141,12 +142,17 @@ class Comparison:
         return found
 
 
-def compare_runs(paths: Sequence[str]) -> Comparison:
+def compare_runs(paths: Sequence[str], names: Mapping[str, str] = MappingProxyType({})) -> Comparison:
     """Read some runs. Paths that exist but are not runs, as a shell's glob may give, are left out with a warning, and
     so are runs that are damaged.
 
+    Args:
+        paths: of the run directories.
+        names: by path of a run, what its group is called.
+
     Raises:
-        UserError: a run does not exist, no path is a run, or (exit code 1) all runs are damaged or cannot be read.
+        UserError: a run does not exist, no path is a run, or (exit code 1) all runs are damaged or cannot be read; a
+            name is for another path, or stands for two groups, or a group has two.
     """
     existing = {path: RunDirectory(path) for path in paths if Path(path).exists()}
     strays = {path for path, run in existing.items() if not run.recipe_file.is_file() and not run.steps()}
@@ -187,9 +193,10 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
             warnings.append(f"{run['run']}: {what}: run `pkmlm eval` again")
     for label in runs:
         if partial := partial_tasks(evaluations[label]):
-            names = ", ".join(sorted(partial))
-            warnings.append(f"{label}: left out {names}: measured only in part, with --limit")
-    return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(facts), tuple(errors))
+            tasks = ", ".join(sorted(partial))
+            warnings.append(f"{label}: left out {tasks}: measured only in part, with --limit")
+    groups = named(seed_groups(runs, facts), runs, names)
+    return Comparison(runs, facts, groups, warnings + differences(facts), tuple(errors))
 
 
 def shared_tasks(facts: Sequence[Facts]) -> list[str]:
@@ -224,6 +231,23 @@ def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> lis
         several = len({run["seed"] for run in found}) == len(found)
         parts += [sorted(found, key=lambda run: int(run["seed"]))] if several else [[run] for run in found]
     return [Group(common_name([run["run"] for run in part]), part) for part in parts]
+
+
+def named(groups: Sequence[Group], runs: Mapping[str, RunDirectory], names: Mapping[str, str]) -> list[Group]:
+    """The groups under names of the user's own; see `compare_runs`."""
+    found = {group.name: group.name for group in groups}
+    for path, name in names.items():
+        label = next((label for label, run in runs.items() if run.path.resolve() == Path(path).resolve()), None)
+        group = next((group for group in groups if label in [run["run"] for run in group.runs]), None)
+        if group is None:
+            raise UserError(f"--name {path}={name}: {path} is not among the runs", "name the folder of one of them")
+        if found[group.name] not in (group.name, name):
+            raise UserError(f"--name {path}={name}: its row, {group.name}, has the name {found[group.name]} already")
+        found[group.name] = name
+    if len(set(found.values())) < len(found):
+        twice = next(name for name in found.values() if list(found.values()).count(name) > 1)
+        raise UserError(f"--name: two rows would be called {twice}", "give each a name of its own")
+    return [group._replace(name=found[group.name]) for group in groups]
 
 
 def common_name(names: Sequence[str]) -> str:

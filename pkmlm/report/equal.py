@@ -1,6 +1,6 @@
 """Runs at equal tokens, operations or seconds: validation losses where each had taken as much as the shortest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -16,9 +16,9 @@ class Equal(NamedTuple):
         amount: how much: what the shortest run took up to its last validation.
         shortest: the name of that run.
         facts: by run: equal_OVER_step, the step at which it had taken that amount; equal_OVER_valid_loss (nats per
-            token) and equal_OVER_valid_token_ppl at that step; and equal_OVER_between, how many steps apart the two
-            validations are that these are interpolated from, 0 if one is at that step. None if no validation is that
-            early.
+            token), equal_OVER_valid_bits_per_byte and equal_OVER_valid_token_ppl at that step; and equal_OVER_between,
+            how many steps apart the two validations are that these are interpolated from, 0 if one is at that step.
+            None if no validation is that early.
     """
 
     over: Over
@@ -55,6 +55,7 @@ def at_equal(
     amount = ends[shortest]
     facts: dict[str, dict[str, float | None]] = {}
     for name, curve in curves.items():
+        bits = bits_of_a_nat(validations(runs[name]))
         step = loss = between = None
         if name in ends:
             step = round(amount / per_step[name], 6)  # a whole number for the shortest run
@@ -63,9 +64,20 @@ def at_equal(
             f"equal_{over}_step": step,
             f"equal_{over}_between": between,
             f"equal_{over}_valid_loss": loss,
+            f"equal_{over}_valid_bits_per_byte": None if loss is None or bits is None else loss * bits,
             f"equal_{over}_valid_token_ppl": None if loss is None else perplexity(loss),
         }
     return Equal(over, amount, shortest, facts)
+
+
+def bits_of_a_nat(validations: Iterable[Mapping[str, Any]]) -> float | None:
+    """Bits per byte for a nat per token on the validation text, which has as many tokens for a byte at each step."""
+    known = (
+        event["bits_per_byte"] / event["loss"]
+        for event in validations
+        if event.get("bits_per_byte") and event.get("loss")
+    )
+    return next(known, None)
 
 
 def loss_at(curve: Sequence[tuple[int, float]], step: float) -> tuple[float | None, int | None]:

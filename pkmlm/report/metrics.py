@@ -78,7 +78,7 @@ COUNT, WHOLE, TENTHS, TWO, FOUR, BITS = "{:,}", "{:,.0f}", "{:,.1f}", "{:,.2f}",
 METRICS: dict[str, Metric] = {
     "perplexity": Metric("test_token_ppl", "Test ppl", TWO, "test perplexity (token)", "eval", "ppl", by_token=True),
     "word_perplexity": Metric("test_word_ppl", "word ppl", TENTHS, "test perplexity (word)"),
-    "bits_per_byte": Metric("test_bits_per_byte", "bits per byte", BITS, "bits per byte of test", "eval", "bits/byte"),
+    "bits_per_byte": Metric("test_bits_per_byte", "Test bits/byte", BITS, "bits per byte of test", "eval", "bits/byte"),
     "valid_loss": Metric(
         "valid_loss", "Valid (nats)", NATS, "validation loss (nats per token)", "train", "valid", by_token=True
     ),
@@ -86,7 +86,7 @@ METRICS: dict[str, Metric] = {
         "valid_token_ppl", "Valid ppl", TWO, "validation perplexity (token)", "train", "valid ppl", by_token=True
     ),
     "valid_bits_per_byte": Metric(
-        "valid_bits_per_byte", "bits per byte", BITS, "bits per byte of validation", "train", "valid bits/byte"
+        "valid_bits_per_byte", "Valid bits/byte", BITS, "bits per byte of validation", "train", "valid bits/byte"
     ),
     "usage": Metric("usage.mass.usage", "Usage", SHARE, "slots used on test", "usage", "usage"),
     "kl": Metric("usage.mass.kl", "KL", NATS, "KL from uniform on test (nats)", "usage", "KL", "{:.2f}"),
@@ -130,6 +130,7 @@ METRICS: dict[str, Metric] = {
     "average_acc": Metric("average_acc", "average", "{:.3f}", "average accuracy", "tasks"),
 }
 EVENNESS = ("usage", "kl", "gini", "top50", "top90", "top99")  # of a memory's reads, by mass or by count
+PANELS = ("loss", "lead", "usage", "kl", "effective", "dead")  # of the picture of runs over tokens
 FLOORED = ("usage", "kl")  # those that are also known of random reading, and at each validation
 
 # What grids measure, with the headings and formats of their tables.

@@ -29,7 +29,7 @@ from pkmlm.measure.usage import MemoryUsage, reads_of_a_slot
 from pkmlm.memory.address import memory_label
 from pkmlm.memory.registry import SPECS
 from pkmlm.report.compare import Comparison
-from pkmlm.report.metrics import mean
+from pkmlm.report.metrics import PANELS, mean
 from pkmlm.runs.results import validations
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -188,7 +188,12 @@ def draw_curves(
 
 
 def draw_comparison(
-    folder: Path, comparison: Comparison, overs: Sequence[str], look: Look, log: bool = False
+    folder: Path,
+    comparison: Comparison,
+    overs: Sequence[str],
+    look: Look,
+    log: bool = False,
+    panels: Collection[str] = PANELS,
 ) -> list[Path]:
     """Draw the learning curves of runs over each of `overs`, and their use of memories over tokens, into a folder and
     return the files: none where no loss has been logged.
@@ -197,6 +202,7 @@ def draw_comparison(
         folder, look, log: see `draw_curves`.
         comparison: the runs.
         overs: keys of `AXES`.
+        panels: of the second, of `PANELS`.
     """
     branches, drawn = comparison.branches(), []
     for over in overs:
@@ -205,7 +211,7 @@ def draw_comparison(
         drawn += draw_curves(folder, lines, over, look, log)
     dense, comparable = comparison.comparable_with_dense()
     trunk = next((name for name, ends in branches.items() if dense in (name, *ends)), None)
-    figure = over_tokens(comparison.curves("tokens"), branches, trunk, comparable, look)
+    figure = over_tokens(comparison.curves("tokens"), branches, trunk, comparable, look, panels)
     return drawn + look.save(folder, "perplexity-and-use-over-tokens", figure)
 
 
@@ -405,6 +411,7 @@ def over_tokens(
     dense: str | None,
     comparable: Collection[str],
     look: Look,
+    panels: Collection[str] = PANELS,
 ) -> Figure | None:
     """Perplexity, the lead over a dense run, and how memories are used, at each validation; None if no run has two
     validations. A panel without data is left out.
@@ -415,6 +422,7 @@ def over_tokens(
         dense: the name that others are compared with: curves with its curves, a branch with its branch of that length.
         comparable: the names whose losses can be compared with those of `dense`.
         look: of the figure.
+        panels: those of `PANELS` that are drawn.
     """
     lines = {name: [token_lines(*seed) for seed in seeds] for name, seeds in runs.items()}
     if all(len(seed["loss"]) < 2 for name in branches for seed in lines[name]):
@@ -439,7 +447,9 @@ def over_tokens(
             alike = shorter.get(seed["loss"][-1, 0], []) if name in led else []
             whole, end = seed | {"lead": lead(seed["loss"], alike)}, seed["loss"][-1, 0]
             drawn.append((mark, {panel: line[line[:, 0] == end] for panel, line in whole.items()}))
-    panels = [panel for panel in OVER_TOKENS if any(len(found[panel]) for _, found in drawn)]
+    panels = [panel for panel in PANELS if panel in panels and any(len(found[panel]) for _, found in drawn)]
+    if not panels:
+        return None
     columns = min(len(panels), 2 if (look.width or WIDTH) >= WIDTH * 0.8 else 1)
     rows = -(-len(panels) // columns)
     figure = look.figure(

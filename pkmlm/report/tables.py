@@ -5,6 +5,7 @@ Each table is made from what the report prints as JSON, and needs no torch.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import log
 from statistics import fmean, stdev
 from typing import Any
 
@@ -26,6 +27,7 @@ ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot
 COUNT, ACCURACY = "{:,}", "{:.4f}"  # formats of numbers
 USAGE, KL = METRICS["usage"], METRICS["kl"]
 AT_STEP = number("at step", "{:,.0f}")
+TOKENIZERS = "perplexity and nats per token are left out: the tokenizers differ"
 
 
 def numbers(format: str, *names: str) -> list[Column]:
@@ -144,19 +146,19 @@ def compare_tables(
         training |= columns_of("speed")
     if any(run["status"] not in (None, "finished") for run in runs):
         training["status"] = Column("Status")
-    quality = columns_of("valid_loss") | {"valid_step": AT_STEP} | columns_of("valid_perplexity", "valid_bits_per_byte")
-    quality |= columns_of("perplexity", "word_perplexity", "bits_per_byte") | {"test_step": AT_STEP}
-    if len({run["tokenizer"] for run in runs} - {None}) < 2:  # else perplexities per token cannot be compared
-        del quality["valid_bits_per_byte"]
+    quality = comparable_columns(runs, "valid_bits_per_byte", "valid_loss", "valid_perplexity")
+    quality |= {"valid_step": AT_STEP} | comparable_columns(runs, "bits_per_byte", "perplexity", "word_perplexity")
+    quality |= {"test_step": AT_STEP}
+    left_out = TOKENIZERS if several_tokenizers(runs) else ""
     apart = "~: measured while each run trained, not timed side by side"
     tables = []
-    for title, shown, *notes in (
-        ("Parameters", parameters),
+    for title, shown, note in (
+        ("Parameters", parameters, ""),
         ("Training", training, apart),
-        ("Best validation, and perplexity of the test split", quality),
+        ("Best validation, and the test split", quality, left_out),
     ):
         rows = [[*start(group), *_cells(group, shown)] for group in groups]
-        tables.append(noted(title, [Column("Run"), *seeds, *shown.values()], rows, *notes))
+        tables.append(noted(title, [Column("Run"), *seeds, *shown.values()], rows, note))
     tables += [equal_table(groups, equal) for equal in equals] + equivalent_tables(groups, sizes)
 
     names = list(dict.fromkeys(name for run in runs for name in run["tasks"]))
@@ -191,10 +193,22 @@ def compare_tables(
     return [each for each in tables if any(value is not None for row in each.rows for value in row[first:])]
 
 
+def several_tokenizers(runs: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether runs are known to have different tokenizers."""
+    return len({run["tokenizer"] for run in runs} - {None}) > 1
+
+
+def comparable_columns(runs: Iterable[Mapping[str, Any]], *names: str) -> dict[str, Column]:
+    """`columns_of` these measures, without those by the token where tokenizers differ."""
+    apart = several_tokenizers(runs)
+    return columns_of(*(name for name in names if not (apart and METRICS[name].by_token)))
+
+
 def noted(title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], *notes: str) -> Table:
     """A table with notes, the last of which explains the spreads in it, if there are any."""
     varies = any(isinstance(value, str) and "+-" in value for row in rows for value in row)
-    return Table(title, columns, rows, "; ".join([*notes, *(["+-: standard deviation over seeds"] if varies else [])]))
+    spread = "+-: standard deviation over seeds" if varies else ""
+    return Table(title, columns, rows, "; ".join(filter(None, (*notes, spread))))
 
 
 def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
@@ -204,11 +218,16 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
         f"{over}_per_step": number(f"{over} per step", AMOUNTS[over]),
         f"equal_{over}_step": AT_STEP,
         f"equal_{over}_between": number("between", "{:,.0f}"),
-    } | {f"equal_{over}_{key}": column for key, column in columns_of("valid_loss", "valid_perplexity").items()}
+    }
+    runs = [run for group in groups for run in group.runs]
+    losses = comparable_columns(runs, "valid_bits_per_byte", "valid_loss", "valid_perplexity")
+    shown |= {f"equal_{over}_{key}": column for key, column in losses.items()}
     rows = [[group.name, *_cells(group, shown)] for group in groups]
     notes = ["between: interpolated between validations so many steps apart"]
-    if any(0 < (run[f"equal_{over}_step"] or 0) < (run["step"] or 0) for group in groups for run in group.runs):
+    if any(0 < (run[f"equal_{over}_step"] or 0) < (run["step"] or 0) for run in runs):
         notes.append("a run that went on is in the middle of its schedule")
+    if several_tokenizers(runs):
+        notes.append(TOKENIZERS)
     title = f"At equal {over}: {AMOUNTS[over].format(equal.amount)}, all that {printable(equal.shortest)} took"
     return noted(title, [Column("Run"), *shown.values()], rows, *notes)
 
@@ -458,10 +477,13 @@ def evaluation_tables(record: Entry) -> Iterator[Table | str]:
     """
     if found := record["perplexity"]:
         title = f"{record['run']} at step {record['step']}, {found['split']}"
-        columns = [Column("unit"), number("count"), number("perplexity", "{:,.3f}")]
-        rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]
-        nats, bits = found["nll"] / found["tokens"], found["bits_per_byte"]
-        yield Table(title, columns, rows, f"{nats:.4f} nats per token, {bits:.4f} bits per byte")
+        columns = [Column("per"), number("bits", "{:,.4f}"), number("perplexity", "{:,.3f}"), number("count")]
+        rows = [
+            [unit, found["nll"] / log(2) / count, found[f"{unit}_ppl"] or "over 1e308", count]
+            for unit in ("byte", "word", "token")
+            if (count := found[f"{unit}s"])
+        ]
+        yield Table(title, columns, rows, f"{found['nll'] / found['tokens']:.4f} nats per token")
     if record["tasks"]:
         yield from _task_tables(record)
 

@@ -92,7 +92,7 @@ def test_a_text_of_one_long_word_has_no_perplexity_of_words(trained, tmp_path):
     assert (found["words"], found["word_ppl"]) == (1, None)
     assert found["nll"] > 710
     assert found["byte_ppl"] == pytest.approx(2 ** found["bits_per_byte"])
-    assert re.search(r"^word +1 +over 1e308$", pkmlm(*words).stdout, re.M)
+    assert re.search(r"^word +[0-9.,]+ +over 1e308 +1$", pkmlm(*words).stdout, re.M)
 
 
 def test_a_stride_scores_the_same_tokens_with_more_context(trained):

@@ -30,6 +30,12 @@ def test_losses_at_equal_amounts_by_hand():
     }
     assert told == {"short": [20, 4.0, 0], "long": [25, 4.25, 20], "late": [60, None, None], "none": [None] * 3}
     assert equal.facts["long"]["equal_operations_valid_token_ppl"] == pytest.approx(math.exp(4.25))
+    assert equal.facts["long"]["equal_operations_valid_bits_per_byte"] is None, (
+        "nothing says how many bytes a token has"
+    )
+    runs["long"][0]["bits_per_byte"] = 3.0  # half a bit per byte for a nat per token, at each validation
+    equal = at_equal("operations", {"short": 3.0, "long": 2.4, "late": 1.0, "none": 1.0}, runs)
+    assert equal.facts["long"]["equal_operations_valid_bits_per_byte"] == pytest.approx(4.25 / 2)
     assert at_equal("tokens", {"none": 1.0}, {"none": []}) is None
 
 
