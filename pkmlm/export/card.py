@@ -38,7 +38,7 @@ def card_of(
         *described(model),
         f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps){start}",
         *(
-            f"- {scored}: perplexity {found['token_ppl']:,.2f} per token, {found['bits_per_byte']:.4f} bits per byte"
+            f"- {scored}: {found['bits_per_byte']:.4f} bits per byte, perplexity {found['token_ppl']:,.2f} per token"
             for scored, found in scores.items()
         ),
     ]

@@ -368,7 +368,7 @@ def differences(facts: Sequence[Facts]) -> list[str]:
         return {run["run"]: run[key] for run in facts}
 
     tokenizers, tasks = of_each("tokenizer"), of_each("tasks")
-    values: dict[str, dict[str, Any]] = {"different tokenizers: compare only bits per byte": tokenizers}
+    values: dict[str, dict[str, Any]] = {"different tokenizers: compare bits per byte": tokenizers}
     texts: dict[str, dict[str, Any]] = {
         "different training texts": of_each("train_tokens_sha256"),
         "different validation texts, or different shares of one": {

@@ -153,9 +153,9 @@ def compare_tables(
     apart = "~: measured while each run trained, not timed side by side"
     tables = []
     for title, shown, note in (
+        ("Best validation, and the test split", quality, left_out),
         ("Parameters", parameters, ""),
         ("Training", training, apart),
-        ("Best validation, and the test split", quality, left_out),
     ):
         rows = [[*start(group), *_cells(group, shown)] for group in groups]
         tables.append(noted(title, [Column("Run"), *seeds, *shown.values()], rows, note))
@@ -477,13 +477,13 @@ def evaluation_tables(record: Entry) -> Iterator[Table | str]:
     """
     if found := record["perplexity"]:
         title = f"{record['run']} at step {record['step']}, {found['split']}"
-        columns = [Column("per"), number("bits", "{:,.4f}"), number("perplexity", "{:,.3f}"), number("count")]
+        columns = [Column("per"), *numbers("{:,.4f}", "bits", "nats"), number("perplexity", "{:,.3f}"), number("count")]
         rows = [
-            [unit, found["nll"] / log(2) / count, found[f"{unit}_ppl"] or "over 1e308", count]
+            [unit, found["nll"] / count / log(2), found["nll"] / count, found[f"{unit}_ppl"] or "over 1e308", count]
             for unit in ("byte", "word", "token")
             if (count := found[f"{unit}s"])
         ]
-        yield Table(title, columns, rows, f"{found['nll'] / found['tokens']:.4f} nats per token")
+        yield Table(title, columns, rows)
     if record["tasks"]:
         yield from _task_tables(record)
 

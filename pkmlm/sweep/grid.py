@@ -116,7 +116,7 @@ class Grid:
     without: tuple[dict[str, str], ...] = ()
     seeds: tuple[int, ...] = (1,)
     tune: Tune | None = None
-    measure: tuple[str, ...] = ("perplexity",)
+    measure: tuple[str, ...] = ("bits_per_byte",)
     over: tuple[Over, ...] = ()
     equal: tuple[Over, ...] = ()
     paper: dict[str, Node] = field(default_factory=dict)

@@ -51,8 +51,9 @@ class Training:
     Args:
         state: filled from the latest checkpoint, if there is one.
         job: what is trained; each checkpoint holds its recipe and the hashes of all that a resume must find again.
-        validate: measures the model; returns the numbers of a "valid" event, "loss" (nats per token) among them, or
-            None when the stop request came while it measured. None: there is nothing to validate on.
+        validate: measures the model; returns the numbers of a "valid" event, among them "loss" (nats per token) and
+            "bits_per_byte", or None when the stop request came while it measured. None: there is nothing to validate
+            on.
 
     Raises:
         UserError: the checkpoint cannot be read (exit code 1).
@@ -168,7 +169,8 @@ class Training:
         self.log.event("valid", step, **numbers)
         is_best = history.add(step, numbers["loss"], numbers.get("tokens"))
         mark = "best so far" if is_best else f"best {history.best_loss:.4f} at step {history.best_step}"
-        self.log.say(f"step {step}  validation {numbers['loss']:.4f} nats/token  ({mark})")
+        found = f"{numbers['bits_per_byte']:.4f} bits/byte, {numbers['loss']:.4f} nats/token"
+        self.log.say(f"step {step}  validation {found}  ({mark})")
         if is_best:
             self._save()
 

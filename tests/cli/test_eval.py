@@ -66,7 +66,8 @@ def test_several_texts_and_standard_input_have_names(trained, tmp_path, monkeypa
     for text, name in (("c/*", "2 files of c/*"), ("c/a*", "a b.txt"), ("-", "standard input")):
         said = pkmlm("eval", "run", "-q", "--text", text, stdin="some text").stdout
         assert said.startswith(f"run at step 30, {name}\n")
-        assert "nats per token" in said
+        head, byte = (said.splitlines()[line].split() for line in (2, 4))
+        assert (head[1], byte[0]) == ("bits", "byte"), "bits per byte is the first number"
         assert all(len(line) <= 80 for line in said.splitlines())
     names = ("2_files_of_c_", "a_b.txt", "standard_input")
     assert {file.name for file in Path("run/eval").iterdir()} == {f"text-{name}-step-30.json" for name in names}
@@ -92,7 +93,7 @@ def test_a_text_of_one_long_word_has_no_perplexity_of_words(trained, tmp_path):
     assert (found["words"], found["word_ppl"]) == (1, None)
     assert found["nll"] > 710
     assert found["byte_ppl"] == pytest.approx(2 ** found["bits_per_byte"])
-    assert re.search(r"^word +[0-9.,]+ +over 1e308 +1$", pkmlm(*words).stdout, re.M)
+    assert re.search(r"^word .* over 1e308 +1$", pkmlm(*words).stdout, re.M)
 
 
 def test_a_stride_scores_the_same_tokens_with_more_context(trained):

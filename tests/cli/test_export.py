@@ -245,19 +245,21 @@ def test_the_card_says_what_the_model_is(trained, tmp_path):
     tokens = json.loads((run / "checkpoints/step-00000030/state.json").read_text())["tokens"]
     assert f"{tokens:,} tokens (30 steps), from the weights of dense" in card
     assert "(pkm) in layer 2: 256 slots" in card
-    assert f"- test split: perplexity {found['token_ppl']:,.2f} per token" in card
+    assert f"- test split: {found['bits_per_byte']:.4f} bits per byte" in card
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     valid = [line for line in lines if line["event"] == "valid"][-1]
-    assert f"- first 600 tokens of the valid split: perplexity {valid['token_ppl']:,.2f} per token" in card
+    assert f"- first 600 tokens of the valid split: {valid['bits_per_byte']:.4f} bits per byte" in card
     assert "max_new_tokens=16)" in card, "the context is 32"
     recipe["eval"]["tokens"] = None
     write_checkpoint_recipe(run, recipe)
     pkmlm("export", run, "-o", tmp_path / "unlimited")
-    assert f"- valid split: perplexity {valid['token_ppl']:,.2f}" in (tmp_path / "unlimited/README.md").read_text()
+    assert (
+        f"- valid split: {valid['bits_per_byte']:.4f} bits per byte" in (tmp_path / "unlimited/README.md").read_text()
+    )
     found = json.loads(pkmlm("eval", run, "--split", "valid", "--json").stdout)["perplexity"]
     pkmlm("export", run, "-o", tmp_path / "whole")
     card = (tmp_path / "whole/README.md").read_text()
-    assert f"- valid split: perplexity {found['token_ppl']:,.2f} per token" in card
+    assert f"- valid split: {found['bits_per_byte']:.4f} bits per byte" in card
     assert "first 600 tokens" not in card
     assert str(tmp_path) not in card
 

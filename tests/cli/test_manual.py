@@ -55,7 +55,7 @@ def folder(novels: Path, tmp_path_factory: pytest.TempPathFactory):
     (folder / "my.txt").write_text("\n\n\n".join(text[at : at + 1000] for at in range(0, len(text), 1000)))
     write_rows(folder / "tasks")
     (grid,) = (block for block in blocks(README, "yaml") if "axes:" in block)
-    few = {"seeds": [1], "tune": {"key": "optim.lr", "values": [6e-3]}, "only": {"model": ["memory"]}}
+    few = {"seeds": [1], "tune": {"key": "optim.lr", "values": [6e-3]}, "only": {"model": ["product-key"]}, "equal": []}
     few |= {"measure": ["valid_loss"], "claims": []}  # one cell
     (folder / "twins.yaml").write_text(yaml.safe_dump(yaml.safe_load(grid) | few))
     before = Path.cwd()

@@ -100,7 +100,7 @@ def train_on(run: RunDirectory, changes: list[str], losses: Iterator[float | Non
         if (loss := next(losses)) is None:
             request.exit_code = 75
             return None
-        return {"loss": loss}
+        return {"loss": loss, "bits_per_byte": loss}
 
     request = StopRequest()
     request.agree = lambda code: code or (75 if stop_at and state.progress.step >= stop_at else 0)
@@ -138,8 +138,8 @@ CHANGES = ["train.steps=9", "eval.every=1", "eval.patience=3", "checkpoint.every
 def test_the_best_checkpoint_and_patience_do_not_follow_from_the_log(run, harm):
     assert train_on(run, CHANGES, iter([5.0, 4.0, 4.5]), stop_at=3).status == "stopped"
     log = run.metrics_file.read_text()
-    assert '"loss": 4.0}' in log
-    run.metrics_file.write_text(log.replace('"loss": 4.0}', '"loss": 9.0}') if harm == "changed" else "")
+    assert '"loss": 4.0,' in log
+    run.metrics_file.write_text(log.replace('"loss": 4.0,', '"loss": 9.0,') if harm == "changed" else "")
     outcome = train_on(run, CHANGES, iter([4.6, 4.7, 4.8]))
     assert (outcome.status, outcome.step) == ("patience", 5)
     assert (run.best(), run.steps()) == (2, [2, 4, 5])

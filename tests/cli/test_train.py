@@ -251,7 +251,7 @@ def test_a_validation_cut_short_is_repeated(tmp_path, write_recipe):
                 if cut:
                     request.exit_code = 75
                     return None
-                return {"loss": float(model.norm.weight.detach().sum())}
+                return dict.fromkeys(("loss", "bits_per_byte"), float(model.norm.weight.detach().sum()))
 
             outcomes.append(trained_in(run, recipe, validate, StopRequest()))
     assert [(outcome.status, outcome.step) for outcome in outcomes] == [
@@ -270,7 +270,7 @@ def test_what_is_measured_with_is_what_is_saved(tmp_path, write_recipe):
 
     def validate(request, model):
         measured.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        return {"loss": 1.0}
+        return {"loss": 1.0, "bits_per_byte": 1.0}
 
     for steps, agree in ((4, lambda _: next(answers)), (1, int)):
         recipe = load_recipe(path, [f"train.steps={steps}", "eval.every=0", "eval.recalibrate=2"])
@@ -291,7 +291,7 @@ def test_a_best_checkpoint_that_is_gone_is_not_pointed_at(tmp_path, write_recipe
     )
     run.create(recipe)
 
-    trained_in(run, recipe, lambda *_: {"loss": next(validations)}, StopRequest())
+    trained_in(run, recipe, lambda *_: dict.fromkeys(("loss", "bits_per_byte"), next(validations)), StopRequest())
     assert (run.steps(), run.best()) == ([4, 6], 6)
     shutil.rmtree(run.checkpoint(6))
     run.cut_metrics(4)
