@@ -105,7 +105,8 @@ def rotate(x_BhTe: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """
     cos_Tw, sin_Tw = (part.to(x_BhTe.dtype) for part in cos_sin)
     width = cos_Tw.shape[-1]
-    a, b, rest = x_BhTe[..., :width], x_BhTe[..., width : 2 * width], x_BhTe[..., 2 * width :]
+    # A split, not slices: the gradient of each slice would be a whole tensor of zeros, to be filled and added up.
+    a, b, rest = x_BhTe.split_with_sizes((width, width, x_BhTe.shape[-1] - 2 * width), -1)
     return torch.cat([a * cos_Tw - b * sin_Tw, b * cos_Tw + a * sin_Tw, rest], -1)
 
 
