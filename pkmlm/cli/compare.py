@@ -70,7 +70,7 @@ def command(
       pkmlm compare runs/dense runs/pkm
       pkmlm compare runs/* --plots pictures --plot-format pdf --plot-width 3.3
       pkmlm compare runs/* --over tokens,seconds --plots pictures
-      pkmlm compare runs/a runs/b --name runs/a="no memory" --format latex > table.tex
+      pkmlm compare runs/a runs/b --name runs/a=dense --format latex > table.tex
       pkmlm compare runs/* --format csv > runs.csv
     """
     from pkmlm.report.compare import compare_runs
