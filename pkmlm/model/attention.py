@@ -1,10 +1,11 @@
 """Causal self-attention with its rotary positions and its cache. `efficient_attention` has alternatives to the softmax.
 
 B: sequences; T: new positions; S: all positions so far; D: model width; h: heads; e: width of a head; w: pairs of its
-entries that are rotated.
+entries that are rotated; N: positions of all sequences in a row.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pkmlm.recipe.schema import Model
 
 HEAD_NORM_EPSILON = 1e-6  # of the norm of queries and keys
+# Positions up to which a CPU reads a mask: at 128 it is faster than a call per document, at 2,048 far slower; at 512 it
+# depends on the documents.
+SHORT = 256
 
 
 @dataclass
@@ -60,30 +64,69 @@ class AttentionLayout(NamedTuple):
     mask_BTT: Tensor
 
 
-def within_documents(begins_BS: Tensor, new: int, layout: AttentionLayout | None = None) -> AttentionLayout | None:
+class Documents:
+    """The layout of packed sequences, of which all positions are new and each document attends to itself alone. With
+    it, attention reads the sequences of a batch in a row, so that documents are slices.
+
+    Args:
+        positions_BT: the position of each token in its document.
+    """
+
+    def __init__(self, positions_BT: Tensor):
+        self.positions_BT = positions_BT
+        starts = (positions_BT == 0).flatten().nonzero()[:, 0].tolist()
+        self._lengths = [stop - start for start, stop in pairwise([*starts, positions_BT.numel()])]
+
+    @torch.compiler.disable  # each batch has other lengths, for which other code would be compiled
+    def attend(self, q_1hNe: Tensor, k_1hNe: Tensor, v_1hNe: Tensor, dropout: float, grouped: bool) -> Tensor:
+        """Causal softmax attention of each document (1, h, N, e).
+
+        Args:
+            q_1hNe, k_1hNe, v_1hNe: of all sequences in a row (N = B T).
+            dropout: probability that a weight is dropped.
+            grouped: whether several heads of queries share one of keys and values.
+        """
+        q_s, k_s, v_s = (x_1hNe.split(self._lengths, 2) for x_1hNe in (q_1hNe, k_1hNe, v_1hNe))
+        mixed = [
+            scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+            for q, k, v in zip(q_s, k_s, v_s, strict=True)
+        ]
+        return torch.cat(mixed, 2)
+
+
+def within_documents(
+    begins_BS: Tensor, new: int, layout: AttentionLayout | None, cached: bool
+) -> AttentionLayout | Documents | None:
     """The layout of tokens that attend to their own document alone, and whose positions are counted from its beginning.
 
     Args:
         begins_BS: which positions so far begin a document (bool).
         new: how many of them are new (T), the last ones.
         layout: positions and mask of tokens that are not a plain sequence: it keeps the positions.
+        cached: whether there is a cache, perhaps an empty one.
 
     Returns:
-        None where all tokens are of one document and a plain sequence (on a GPU this is not found out: it would wait).
+        None where all tokens are of one document and a plain sequence. On a GPU neither this nor the documents' lengths
+        are found out: it would wait.
     """
-    if layout is None and begins_BS.device.type == "cpu" and not bool(begins_BS[:, 1:].any()):
+    plain_on_cpu = layout is None and begins_BS.device.type == "cpu"
+    if plain_on_cpu and not bool(begins_BS[:, 1:].any()):
         return None
+    place_S = torch.arange(begins_BS.shape[1], device=begins_BS.device)
+    positions_BT = (place_S - (begins_BS * place_S).cummax(1).values)[:, -new:]
+    if plain_on_cpu and not cached and new > SHORT:
+        return Documents(positions_BT)
     document_BS = begins_BS.cumsum(1)
     same_BTS = document_BS[:, -new:, None] == document_BS[:, None]
     if layout is not None:
         return layout._replace(mask_BTT=layout.mask_BTT & same_BTS)
-    place_S = torch.arange(begins_BS.shape[1], device=begins_BS.device)
-    first_BS = (begins_BS * place_S).cummax(1).values
-    return AttentionLayout((place_S - first_BS)[:, -new:], same_BTS & (place_S[-new:, None] >= place_S))
+    return AttentionLayout(positions_BT, same_BTS & (place_S[-new:, None] >= place_S))
 
 
-def positions_of(layout: AttentionLayout) -> Tensor:
+def positions_of(layout: AttentionLayout | Documents) -> Tensor:
     """The position of each token (B, T)."""
+    if isinstance(layout, Documents):
+        return layout.positions_BT
     if layout.positions_BT is not None:
         return layout.positions_BT
     return (layout.mask_BTT.sum(-1) - 1).clamp(min=0)
@@ -152,7 +195,7 @@ class Attention(nn.Module):
         x_BTD: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None,
         cache: KVCache | None,
-        layout: AttentionLayout | None = None,
+        layout: AttentionLayout | Documents | None = None,
         more_BTD: Tensor | None = None,
     ) -> Tensor:
         """The attention's output (B, T, D), in the dtype of its last map.
@@ -160,15 +203,16 @@ class Attention(nn.Module):
         Args:
             x_BTD: the normalised residual stream, floating.
             more_BTD: what is added to the values of all heads, side by side.
-            cos_sin: cosines and sines from `rotation`, for rotary positions; None: no rotation.
+            cos_sin: cosines and sines from `rotation`, for rotary positions; None: no rotation. With `Documents` they
+                are those of all sequences in a row.
             cache: keys and values of the tokens before; the new ones are added to it.
-            layout: positions and mask of tokens that are not a plain sequence.
+            layout: positions and mask of tokens that are not a plain sequence, or documents in sequences.
 
         Raises:
             ValueError: a cache or a layout with anything but a softmax.
         """
         sizes = (self.heads, self.value_heads, self.value_heads)
-        batch, new, _ = x_BTD.shape
+        batch, new = (1, x_BTD[..., 0].numel()) if isinstance(layout, Documents) else x_BTD.shape[:2]
         split_BhTe = self.qkv(x_BTD).view(batch, new, -1, self.width).transpose(1, 2)
         q_BhTe, k_BhTe, v_BhTe = split_BhTe.split_with_sizes(sizes, 1)
         if self.query_norm is not None and self.key_norm is not None:
@@ -183,12 +227,20 @@ class Attention(nn.Module):
             mixed_BhTe = self.efficient(q_BhTe, k_BhTe, v_BhTe)
         else:
             raise ValueError("only softmax attention reads a cache or a layout")
-        y_BTE = mixed_BhTe.transpose(1, 2).reshape(batch, new, -1)
+        y_BTE = mixed_BhTe.transpose(1, 2).reshape(*x_BTD.shape[:2], -1)
         return y_BTE if self.out is None else self.out(y_BTE)
 
     def _softmax(
-        self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: KVCache | None, layout: AttentionLayout | None
+        self,
+        q_BhTe: Tensor,
+        k_BhTe: Tensor,
+        v_BhTe: Tensor,
+        cache: KVCache | None,
+        layout: AttentionLayout | Documents | None,
     ) -> Tensor:
+        dropout, grouped = self.dropout if self.training else 0.0, self.value_heads < self.heads
+        if isinstance(layout, Documents):
+            return layout.attend(q_BhTe, k_BhTe, v_BhTe, dropout, grouped)
         if cache is not None:
             k_BhTe, v_BhTe = cache.extend(self.index, k_BhTe, v_BhTe)
         new, total = q_BhTe.shape[2], k_BhTe.shape[2]
@@ -200,7 +252,7 @@ class Attention(nn.Module):
             k_BhTe,
             v_BhTe,
             attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=mask is None and new == total and new > 1,
-            enable_gqa=self.value_heads < self.heads,
+            enable_gqa=grouped,
         )

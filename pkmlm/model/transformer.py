@@ -19,7 +19,15 @@ from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.spec import Lookback, Place, Site
 from pkmlm.memory.table import Pool, Values, tables_of
 from pkmlm.memory.tokens import Past, TokenIds
-from pkmlm.model.attention import Attention, AttentionLayout, KVCache, positions_of, rotation, within_documents
+from pkmlm.model.attention import (
+    Attention,
+    AttentionLayout,
+    Documents,
+    KVCache,
+    positions_of,
+    rotation,
+    within_documents,
+)
 from pkmlm.model.loss import summed_loss
 
 if TYPE_CHECKING:
@@ -122,7 +130,7 @@ class Block(nn.Module):
         x_BTD: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None,
         cache: KVCache | None,
-        layout: AttentionLayout | None = None,
+        layout: AttentionLayout | Documents | None = None,
         pasts: Pasts | None = None,
     ) -> Tensor:
         """The residual stream after the block (B, T, D), from that before it.
@@ -203,21 +211,24 @@ class Network(nn.Module):
             raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
         order = layout if seen_BS is None else None
         pasts = {name: find(tokens_BT, cache, order, seen_BS) for name, find in self.token_ids.items()}
+        read_as: AttentionLayout | Documents | None = layout
         if self.document_mask:
-            layout = within_documents(pasts["plain"].begins_BS, length, layout)
-        at_T = torch.arange(start, start + length, device=x_BTD.device) if layout is None else positions_of(layout)
+            read_as = within_documents(pasts["plain"].begins_BS, length, layout, cached=cache is not None)
+        at_T = torch.arange(start, start + length, device=x_BTD.device) if read_as is None else positions_of(read_as)
         if self.smear is not None:
             x_BTD = self.smear(x_BTD, pasts["plain"])
         if self.positions is not None:
-            at = slice(start, start + length) if layout is None else at_T
+            at = slice(start, start + length) if read_as is None else at_T
             x_BTD = x_BTD + self.positions.weight[at]
         x_BTD = self.dropout(x_BTD)
         cos_sin = None
         if self.rotary_width:
-            cos_sin = rotation(at_T if layout is None else at_T[:, None], self.rotary_width, self.rotary_base)
+            if read_as is not None:  # the same for all heads; documents are read in a row
+                at_T = at_T.view(1, 1, -1) if isinstance(read_as, Documents) else at_T[:, None]
+            cos_sin = rotation(at_T, self.rotary_width, self.rotary_base)
         for block in self.blocks:
             yield x_BTD
-            x_BTD = block(x_BTD, cos_sin, cache, layout, pasts)
+            x_BTD = block(x_BTD, cos_sin, cache, read_as, pasts)
         if cache is not None:
             cache.length += length
         yield self.norm(x_BTD)

@@ -3,6 +3,7 @@ other; Muon.
 """
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pkmlm.device import is_native_on_cpu
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model, matrices_of
 from pkmlm.recipe.load import load_recipe
+from pkmlm.train.compile_and_recompute import recompute_activations
 from pkmlm.train.muon import Fp32Muon
 from pkmlm.train.optim import parameter_groups
 
@@ -204,6 +206,40 @@ def test_documents_of_a_sequence_do_not_see_each_other(tmp_path, overrides):
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(own[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("context", [96, 320])  # with a mask; one document at a time
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.kv_heads=2"],
+        ["model.positions=learned", "train.recompute=true"],
+        ["model.smear=true", "model.kv_heads=1", MEMORIES],
+    ],
+)
+def test_documents_that_begin_anywhere_do_not_see_each_other(tmp_path, context, overrides):
+    sizes = [f"model.context={context}", f"train.batch_tokens={2 * context}"]
+    model = random_model(tmp_path, "model.document_mask=true", *sizes, *overrides).train()
+    if "train.recompute=true" in overrides:
+        for block in model.blocks:
+            recompute_activations(block)
+    random = torch.Generator().manual_seed(6)
+    packed = torch.randint(1, VOCAB, (3, context), generator=random)
+    packed[:2][torch.rand(2, context, generator=random) < 0.05] = 0  # the third sequence is of one document
+    packed[0, 40:42], packed[1, -1] = 0, 0  # documents of one token
+    direction = torch.randn(3, context, VOCAB, dtype=torch.float64, generator=random)
+    together = model(packed)
+    (together * direction).sum().backward()
+    gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    for row in range(3):
+        starts = [0, *(packed[row, 1:] == 0).nonzero()[:, 0] + 1, context]
+        for start, stop in pairwise(starts):
+            alone = model(packed[row : row + 1, start:stop])[0]
+            torch.testing.assert_close(together[row, start:stop], alone, rtol=0, atol=1e-12)
+            (alone * direction[row, start:stop]).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10, msg=name)
 
 
 def test_smear_adds_a_part_of_the_token_before(tmp_path):

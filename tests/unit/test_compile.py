@@ -62,6 +62,26 @@ def test_compiling_changes_no_loss_beyond_rounding(monkeypatch):
     assert graphs() == counted + 1
 
 
+@pytest.mark.slow
+@compiles
+def test_documents_of_other_lengths_are_not_compiled_anew():
+    model = model_2019(dim=16, layers=1, heads=2, context=300, positions="rotary", document_mask=True)
+    plain, compiled = (build_model(recipe_2019(model=model), 50).train() for _ in range(2))
+    compile_dense_parts(compiled)
+    counted = []
+    for index in range(4):
+        ids = random_tokens(50, 2, 301, index).clamp(min=1)
+        ids[0, 40 + 50 * index] = 0  # begins a document
+        losses = [each.loss(ids[:, :-1], ids[:, 1:]) for each in (plain, compiled)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+        counted.append(graphs())
+    assert counted == counted[:1] * 4
+    for expected, found in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-2)
+
+
 @compiles
 def test_memories_stay_outside():
     pkm = ProductKeySpec(layers=("2", "3+"), num_keys=8, heads=2, topk=4, key_dim=16)
