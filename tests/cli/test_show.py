@@ -24,6 +24,7 @@ REPORTS: dict[str, list[object]] = {  # RUN and RECIPE stand for a trained run a
     "probe": ["RUN", "--fit-tokens", 200],
     "cost": ["RECIPE"],
     "compare": ["RUN"],
+    "sweep": ["memoryformer/grids/figure-1", "--dry-run"],
     "bench memory": [
         "--dim",
         16,
