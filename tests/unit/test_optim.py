@@ -417,7 +417,7 @@ def test_gradients_are_measured_and_scaled_as_one_by_one():
     model(torch.randint(0, 20, (2, 8))).square().sum().backward()
     grads = [p.grad.clone() for p in dense.parameters.values()]
     square = sum(torch.linalg.vector_norm(grad).double().square() for grad in grads)
-    assert torch.equal(dense.own_square(ProcessGroups()), square)
+    torch.testing.assert_close(dense.own_square(ProcessGroups()), square, rtol=1e-6, atol=0)  # CPUs sum in other orders
     dense.scale_gradient(0.3)
     assert all(torch.equal(p.grad, grad * 0.3) for p, grad in zip(dense.parameters.values(), grads, strict=True))
 
