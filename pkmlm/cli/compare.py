@@ -9,7 +9,7 @@ from pkmlm.cli.options import PATH, force_option, over_option, quiet_option, sev
 from pkmlm.cli.show import Output, report_options
 from pkmlm.console import status_line, warn_each
 from pkmlm.report.equal import Over
-from pkmlm.report.metrics import PANELS
+from pkmlm.report.metrics import OVER_TOKENS
 
 if TYPE_CHECKING:
     from pkmlm.report.plots import Look
@@ -41,8 +41,8 @@ def pairs_of_names(context: click.Context, parameter: click.Parameter, values: t
 @over_option
 @click.option(
     "--panels",
-    callback=several(click.Choice(PANELS)),
-    metavar=",".join(PANELS),
+    callback=several(click.Choice(list(OVER_TOKENS))),
+    metavar=",".join(OVER_TOKENS),
     help="Panels of the picture over tokens. Default: all that have data.",
 )
 @click.option("--plot-log", is_flag=True, help="Draw curves over a logarithmic axis, for long runs.")
@@ -100,7 +100,7 @@ def command(
     def draw(folder: Path, look: "Look") -> list[Path]:
         from pkmlm.report.plots import draw_comparison
 
-        return draw_comparison(folder, comparison, over or ("steps",), look, plot_log, panels or PANELS)
+        return draw_comparison(folder, comparison, over or ("steps",), look, plot_log, panels or OVER_TOKENS)
 
     tables, rows = compare_tables(comparison.groups, equals, sizes), compare_rows(comparison.groups, sizes)
     out.show(record, tables, csv=rows, draw=draw)

@@ -78,9 +78,10 @@ def command(
     )
     if dry_run:
         warn_each(results.cells.warnings())
-        seconds = seconds_of_steps(results.cells, quiet) if results.grid.trains else {}
-        plan = results.plan(seconds)
-        out.show(results.as_json(Path(grid_file).stem, scale), [plan])
+        plan = results.plan(seconds_of_steps(results.cells, quiet) if results.grid.trains else {})
+        names = [column.name for column in plan.columns]
+        record = {"title": plan.title, "plan": [dict(zip(names, row, strict=True)) for row in plan.rows]}
+        out.show(record, [plan])
         return 0
     if folder is None:
         raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")

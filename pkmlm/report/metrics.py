@@ -130,7 +130,14 @@ METRICS: dict[str, Metric] = {
     "average_acc": Metric("average_acc", "average", "{:.3f}", "average accuracy", "tasks"),
 }
 EVENNESS = ("usage", "kl", "gini", "top50", "top90", "top99")  # of a memory's reads, by mass or by count
-PANELS = ("loss", "lead", "usage", "kl", "effective", "dead")  # of the picture of runs over tokens
+OVER_TOKENS = {  # the panels of the picture of runs over tokens, and the labels of their y axes
+    "loss": "perplexity",
+    "lead": "lead in perplexity (%)",
+    "usage": "slots used (%)",
+    "kl": "KL (nats)",
+    "effective": "effective reads",
+    "dead": "dead slots (%)",
+}
 FLOORED = ("usage", "kl")  # those that are also known of random reading, and at each validation
 
 # What grids measure, with the headings and formats of their tables.

@@ -29,7 +29,7 @@ from pkmlm.measure.usage import MemoryUsage, reads_of_a_slot
 from pkmlm.memory.address import memory_label
 from pkmlm.memory.registry import SPECS
 from pkmlm.report.compare import Comparison
-from pkmlm.report.metrics import PANELS, mean
+from pkmlm.report.metrics import OVER_TOKENS, mean
 from pkmlm.runs.results import validations
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -43,14 +43,6 @@ UNREAD = "#d9d9d9"
 MOST_LINES = 8  # of one picture; if there are more memories, only some layers are drawn
 MOST_PIXELS = 512  # of a map's side
 MOST_POINTS = 1000  # of one line
-OVER_TOKENS = {  # the panels of `over_tokens`, and the labels of their y axes
-    "loss": "perplexity",
-    "lead": "lead in perplexity (%)",
-    "usage": "slots used (%)",
-    "kl": "KL (nats)",
-    "effective": "effective reads",
-    "dead": "dead slots (%)",
-}
 AXES = {
     "steps": "step",
     "tokens": "tokens",
@@ -193,7 +185,7 @@ def draw_comparison(
     overs: Sequence[str],
     look: Look,
     log: bool = False,
-    panels: Collection[str] = PANELS,
+    panels: Collection[str] = OVER_TOKENS,
 ) -> list[Path]:
     """Draw the learning curves of runs over each of `overs`, and their use of memories over tokens, into a folder and
     return the files: none where no loss has been logged.
@@ -202,7 +194,7 @@ def draw_comparison(
         folder, look, log: see `draw_curves`.
         comparison: the runs.
         overs: keys of `AXES`.
-        panels: of the second, of `PANELS`.
+        panels: of the second, of `OVER_TOKENS`.
     """
     branches, drawn = comparison.branches(), []
     for over in overs:
@@ -411,7 +403,7 @@ def over_tokens(
     dense: str | None,
     comparable: Collection[str],
     look: Look,
-    panels: Collection[str] = PANELS,
+    panels: Collection[str] = OVER_TOKENS,
 ) -> Figure | None:
     """Perplexity, the lead over a dense run, and how memories are used, at each validation; None if no run has two
     validations. A panel without data is left out.
@@ -422,7 +414,7 @@ def over_tokens(
         dense: the name that others are compared with: curves with its curves, a branch with its branch of that length.
         comparable: the names whose losses can be compared with those of `dense`.
         look: of the figure.
-        panels: those of `PANELS` that are drawn.
+        panels: those of `OVER_TOKENS` that are drawn.
     """
     lines = {name: [token_lines(*seed) for seed in seeds] for name, seeds in runs.items()}
     if all(len(seed["loss"]) < 2 for name in branches for seed in lines[name]):
@@ -447,7 +439,7 @@ def over_tokens(
             alike = shorter.get(seed["loss"][-1, 0], []) if name in led else []
             whole, end = seed | {"lead": lead(seed["loss"], alike)}, seed["loss"][-1, 0]
             drawn.append((mark, {panel: line[line[:, 0] == end] for panel, line in whole.items()}))
-    panels = [panel for panel in PANELS if panel in panels and any(len(found[panel]) for _, found in drawn)]
+    panels = [panel for panel in OVER_TOKENS if panel in panels and any(len(found[panel]) for _, found in drawn)]
     if not panels:
         return None
     columns = min(len(panels), 2 if (look.width or WIDTH) >= WIDTH * 0.8 else 1)

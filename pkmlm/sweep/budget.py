@@ -15,7 +15,7 @@ from pkmlm.bench.steps import AGAIN, BUSY, time_steps, timed_part
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.errors import UserError
-from pkmlm.files import make_folder, read_json, write_json
+from pkmlm.files import read_json, write_json
 from pkmlm.recipe.schema import Recipe, recipe_sha256
 from pkmlm.runs.results import Number
 from pkmlm.sweep.cells import Place
@@ -85,8 +85,7 @@ def relative_seconds(
             warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {AGAIN}")
         seconds = {key: median(found) for key, found in times["steps"].items()}
         known = {key: each / seconds[first] for key, each in seconds.items()} | known
-        if folder and file:
-            make_folder(folder)
+        if file:
             timed = {"timed_on": times["timed_on"], "busy_cores": times["busy_cores"]}
             write_json(file, timed | {"first": first, "relative": known})
     return known

@@ -116,7 +116,8 @@ class Cells:
                 else:
                     overrides.insert(-1, f"train.steps={steps}")
                     recipe = recipe_of(self.tree, overrides)
-            if recipe.train.epochs is not None and all(Path(folder).exists() for folder in recipe.data.folders):
+            folders = recipe.data.folders
+            if recipe.train.epochs is not None and folders and all(Path(folder).exists() for folder in folders):
                 recipe = recipe.with_epochs(Corpus(recipe.data.folders, "train").tokens)
         except UserError as error:
             where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
@@ -269,7 +270,7 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
             # Resuming it could take it for complete despite another eval.tokens, or continue at learning rates that a
             # run of these steps would not have had. Without a checkpoint, it is trained from the start.
             pairs = differences(recipe, asked).items()
-            found = ", ".join(f"{key} {had} (expected {asked})" for key, (had, asked) in pairs)
+            found = ", ".join(f"{key} {had} (expected {wanted})" for key, (had, wanted) in pairs)
             message = f"its run has {found}: set it back with -s, or name another folder with -o"
             return Outcome(cell, "failed", {}, message, WRONG_USAGE) if run.steps() else None
         if run.facts().get("status") == "diverged":

@@ -142,13 +142,8 @@ class Grid:
         """A point as {axis: name of a value}."""
         return dict(zip(self.axes, point, strict=True))
 
-    @property
-    def equal_axis(self) -> tuple[str, ...]:
-        """The axis that `equal` makes, if it is set."""
-        return (EQUAL,) if self.equal else ()
-
     def own(self, point: Point) -> Point:
-        """A point without its place on that axis."""
+        """A point without its place on the axis that `equal` makes, if it is set."""
         return point[:-1] if self.equal else point
 
     def overrides(self, point: Point, others: Iterable[str] = ()) -> list[str]:
@@ -180,7 +175,7 @@ class Grid:
         Raises:
             UserError: one is not a number, or is for a value that an axis does not have.
         """
-        axes = [(axis, list(values)) for axis, values in self.axes.items() if axis not in self.equal_axis]
+        axes = [(axis, list(self.axes[axis])) for axis in self.own(tuple(self.axes))]
         return {measure: dict(paper_numbers(node, f"paper.{measure}", axes)) for measure, node in self.paper.items()}
 
     def paper_value(self, measure: str, point: Point) -> float | None:

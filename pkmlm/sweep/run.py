@@ -83,10 +83,11 @@ def open_sweep(
         raise UserError(f"--over: {grid_file} trains nothing (expected a grid with runs)")
     grid = replace(grid, over=tuple(over) or grid.over)
     folder = SweepFolder(Path(output), grid_file.stem, scale) if output else None
+    found = folder.read() if folder else {}
     if folder and table_only:
         if not folder.path.exists():
             raise UserError(f"{folder.path} holds no run of this grid", "leave --table out to train them")
-        overrides = overrides or folder.read().get("set") or ()
+        overrides = overrides or found.get("set") or ()
     base = find_base(grid_file, grid.base)
     cells = Cells(grid, base, overrides)
     known = with_vocab_sizes(cells, folder.runs if folder and table_only else None)

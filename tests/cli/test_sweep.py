@@ -222,7 +222,18 @@ def test_models_are_trained_for_equal_tokens_and_equal_seconds(grid, tokens, tmp
     assert pkmlm(*sweep, "--table", "--retime").stdout == done.stdout, "steps of runs that have begun stay"
 
 
+def test_equal_budgets_leave_a_folder_of_other_files_alone(grid, tmp_path):
+    grid.write_text(GRID + "equal: seconds\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    said = pkmlm("sweep", grid, "-o", tmp_path / "mine", "-q", "-s", "train.steps=2", code=2).stderr
+    assert "holds no sweep, but other files" in said
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
 def test_a_dry_run_estimates_hours(grid):
+    plan = json.loads(pkmlm("sweep", grid, "--dry-run", "--json", "-s", "train.steps=7").stdout)["plan"]
+    assert [(row["slots"], row["steps"], row["hours"] > 0) for row in plan] == [("none", 7, True), ("256", 7, True)]
     told = pkmlm("sweep", grid, "--dry-run", "-s", "train.steps=1000000").stdout
     (hours,) = map(float, re.findall(r"([\d.,]+) hours of training here", told.replace(",", "")))
     assert hours > 0

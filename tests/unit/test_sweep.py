@@ -295,6 +295,11 @@ def test_steps_at_equal_seconds_are_timed_once_and_kept(folder):
         steps_at(folder, "seconds")
 
 
+def test_epochs_without_tokens_are_left_to_training(folder):
+    cells = Cells(grid_of(folder, EQUAL, None), folder / "base.yaml", ["train.epochs=2"])
+    assert {cell.recipe.train.epochs for cell in cells.whole.values()} == {2}
+
+
 def test_what_takes_as_many_steps_at_both_is_one_run(folder):
     tune = "tune: {values: [1e-3, 2e-3], set: {train.steps: 100}}\n"
     grid = grid_of(folder, f"{EQUAL}equal: [tokens, operations]\nseeds: [1, 2]\n{tune}", None)
