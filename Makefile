@@ -11,6 +11,10 @@
 # make worth-width-512, worth-width-256, worth-long: what a memory is worth (recipes/worth); hours. CORPUS=FOLDER with
 #              train*.txt, valid.txt and test.txt (or .zst): 10 million tokens for the widths, 68 million for worth-long;
 #              JOBS=N (widths) or make -j N (worth-long) runs at a time; SET="-s KEY=VALUE" for all runs
+# make controls-memories, -vocabulary, -epochs, -rates, -rates-of-values: a memory beside a modern block (recipes/controls);
+#              CORPUS=FOLDER as for worth-long
+# make pretrained-continued: a small model of books that comes along, trained further with a memory or without
+#              (recipes/pretrained); CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .zst) of novels
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
@@ -28,8 +32,16 @@ TOKENS ?= data/novels-4k
 TASK_DATA ?=
 BOOKS ?= data/books-8k
 SET ?=
+CONTROLS = data/controls/2k/index.json data/controls/8k/index.json data/controls/32k/index.json data/controls/eighth/index.json
 AT_A_TIME = $(if $(DEVICES),--device $(DEVICES),--jobs $(JOBS))
 split = $(firstword $(wildcard $(CORPUS)/$(1).txt $(CORPUS)/$(1).txt.zst $(CORPUS)/$(1).txt.gz))
+
+# Refuses a CORPUS without the text of $@. $(1): the name of its training text; $(2): the page on it.
+define NEED
+test -n "$(wildcard $(CORPUS)/$(1) $(CORPUS)/$(1).gz $(CORPUS)/$(1).zst)" -a -n "$(call split,valid)" -a -n "$(call split,test)" || { \
+  echo "error: no $@, nor $(1), valid.txt and test.txt in CORPUS=$(CORPUS)"; \
+  echo "hint: add CORPUS=FOLDER with these (or .gz, .zst); see $(2)"; exit 2; }
+endef
 
 .PHONY: demo test test-all test-oldest torture check golden clean worth-long
 
@@ -40,7 +52,7 @@ demo: $(RUNS:%=%/eval/done) demo/probe.txt
 	@cat demo/probe.txt
 
 demo/probe.txt: demo/runs/product-key/done demo/runs/dense/done
-	$(PKMLM) probe demo/runs/product-key --dense demo/runs/dense > $@.part
+	$(PKMLM) probe demo/runs/product-key --dense demo/runs/dense --fit-tokens 200000 > $@.part
 	@mv $@.part $@
 
 $(RUNS:%=%/eval/done): demo/runs/%/eval/done: demo/runs/%/done
@@ -82,7 +94,7 @@ check: .venv/installed-dev
 golden: .venv/installed-dev
 	$(BIN)/python -m tests.golden.test_curves
 
-SWEEP = $(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) $(AT_A_TIME) -s data.dir=$(TOKENS)
+SWEEP = $(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) $(AT_A_TIME) -s data.dir=$(TOKENS) $(SET)
 
 demo-%: recipes/demo/grids/%.yaml demo/tokens/index.json
 	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME)
@@ -99,8 +111,23 @@ peer-%: recipes/peer/grids/%.yaml $(TOKENS)/index.json
 ngram-%: recipes/ngram/grids/%.yaml $(TOKENS)/index.json
 	$(SWEEP)
 
+# A model of books that comes along, as others publish theirs: trained further on the novels, with its tokenizer.
+pretrained-%: recipes/pretrained/grids/%.yaml data/novels-books-4k/index.json
+	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME) $(SET)
+
+runs/books-128/run.json: | .venv/installed
+	$(PKMLM) import recipes/pretrained/books-128 -o $(@D)
+
 worth-%: recipes/worth/grids/%.yaml $(BOOKS)/index.json
 	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME) -s data.dir=$(BOOKS) $(SET)
+
+# Models at a CPU's size unless SCALE=gpu, and what they are trained on: all books, or ten megabytes of them.
+controls-memories: TOKENS = $(BOOKS)
+controls-memories: recipes/controls/grids/memories.yaml $(BOOKS)/index.json
+	$(SWEEP)
+
+controls-%: recipes/controls/grids/%.yaml $(CONTROLS)
+	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME) $(SET)
 
 # One run per model at a constant rate. At each of LONG_STEPS, a copy takes a tenth more steps while the rate decays, and
 # is measured. Finished parts are skipped, stopped ones resumed. OMP_NUM_THREADS=1 make -j 5 trains 5 at a time.
@@ -135,11 +162,26 @@ $(foreach model,$(LONG_MODELS),$(eval BEFORE :=)$(foreach steps,$(LONG_STEPS),\
   $(eval $(call LONG_BRANCH,$(model),$(steps),$(BEFORE)))$(eval BEFORE := $(steps))))
 
 $(BOOKS)/index.json: | .venv/installed
-	@test -n "$(wildcard $(CORPUS)/train*.txt*)" -a -n "$(call split,valid)" -a -n "$(call split,test)" || { \
-	  echo "error: no tokens in $(BOOKS), nor train*.txt, valid.txt and test.txt in CORPUS=$(CORPUS)"; \
-	  echo "hint: add CORPUS=FOLDER with these (or .gz, .zst); see recipes/worth/README.md"; exit 2; }
+	@$(call NEED,train*.txt,recipes/worth/README.md)
 	$(PKMLM) tokenize $(sort $(wildcard $(CORPUS)/train*.txt*)) --valid $(call split,valid) --test $(call split,test) \
 	  --separator '\n\n\n' --vocab-size 8192 -o $(BOOKS)
+
+data/controls/ten.txt: | .venv/installed
+	@$(call NEED,train*.txt,recipes/controls/README.md)
+	$(BIN)/python recipes/controls/sample.py $(sort $(wildcard $(CORPUS)/train*.txt*)) --megabytes 10 -o $@
+
+data/controls/eighth.txt: data/controls/ten.txt
+	$(BIN)/python recipes/controls/sample.py $< --megabytes 1.25 -o $@
+
+data/controls/2k/index.json: VOCABULARY = --vocab-size 2048
+data/controls/8k/index.json: VOCABULARY = --vocab-size 8192
+data/controls/32k/index.json: VOCABULARY = --vocab-size 32768
+data/controls/eighth/index.json: VOCABULARY = --tokenizer data/controls/8k
+data/controls/eighth/index.json: data/controls/eighth.txt | data/controls/8k/index.json
+data/controls/2k/index.json data/controls/8k/index.json data/controls/32k/index.json: data/controls/ten.txt
+$(CONTROLS):
+	@$(call NEED,train*.txt,recipes/controls/README.md)
+	$(PKMLM) tokenize $< --valid $(call split,valid) --test $(call split,test) --separator '\n\n\n' $(VOCABULARY) -o $(@D)
 
 memoryformer-figure-1: recipes/memoryformer/grids/figure-1.yaml | .venv/installed
 	$(PKMLM) sweep $< -o sweeps/$@
@@ -152,11 +194,14 @@ memoryformer-figure-4: recipes/memoryformer/grids/figure-4.yaml $(TOKENS)/index.
 	$(PKMLM) usage-report sweeps/$@-$(SCALE)/cells/* --plots sweeps/$@-$(SCALE) --force
 
 $(TOKENS)/index.json: | .venv/installed
-	@test -n "$(call split,train)" -a -n "$(call split,valid)" -a -n "$(call split,test)" || { \
-	  echo "error: no tokens in $(TOKENS), nor train.txt, valid.txt and test.txt in CORPUS=$(CORPUS)"; \
-	  echo "hint: add CORPUS=FOLDER with these three (or .gz, .zst); see recipes/README.md"; exit 2; }
+	@$(call NEED,train.txt,recipes/README.md)
 	$(PKMLM) tokenize $(call split,train) --valid $(call split,valid) --test $(call split,test) \
 	  --separator '\n\n\n' --vocab-size 4096 -o $(TOKENS)
+
+data/novels-books-4k/index.json: | runs/books-128/run.json
+	@$(call NEED,train.txt,recipes/pretrained/README.md)
+	$(PKMLM) tokenize $(call split,train) --valid $(call split,valid) --test $(call split,test) \
+	  --separator '\n\n\n' --tokenizer recipes/pretrained/books-128 -o $(@D)
 
 # torch first and by itself, in the tested version; TORCH= may give another build, with options for pip.
 .venv/installed: setup.py

@@ -57,6 +57,7 @@ setup(
             "types-PyYAML>=6,<7",
             "transformers>=5.1,<6",
             "accelerate>=1.1,<2",
+            "peft>=0.21,<1",
             "tensorboard>=2.18,<3",
         ],
     },

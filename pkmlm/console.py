@@ -128,7 +128,7 @@ class Table:
         from rich.text import Text
 
         grid = Grid(box=Box(RULE, ascii=True), show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
-        head, *rows = self._shown()
+        head, *rows = self.shown()
         if fold_spreads:
             rows = [[cell.replace(" +-", "\n+-") for cell in row] for row in rows]
         for column, heading, *cells in zip(self.columns, head, *rows, strict=True):
@@ -148,7 +148,7 @@ class Table:
             return "| " + " | ".join(re.sub(r"([\\|`*<\[])", r"\\\1", cell) for cell in cells) + " |\n"
 
         rule = "|" + "|".join("---:" if column.align == "right" else "---" for column in self.columns) + "|\n"
-        head, *rows = map(line, self._shown())
+        head, *rows = map(line, self.shown())
         title = f"**{printable(self.title)}**\n\n" if self.title else ""
         note = f"\n{printable(self.note)}\n" if self.note else ""
         return title + head + rule + "".join(rows) + note
@@ -160,7 +160,7 @@ class Table:
         def line(cells: Sequence[str]) -> str:
             return " & ".join("--" if cell == MISSING else escaped(cell) for cell in cells) + r" \\"
 
-        head, *rows = map(line, self._shown())
+        head, *rows = map(line, self.shown())
         about = ". ".join(escaped(printable(text)) for text in (self.title, self.note) if text)
         lines = [
             "% needs \\usepackage{booktabs}",
@@ -173,7 +173,7 @@ class Table:
         ]
         return "\n".join(lines)
 
-    def _shown(self) -> list[list[str]]:
+    def shown(self) -> list[list[str]]:
         """The headings, then each row, as people read them."""
         rows = [[c.show(v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
         return [[printable(column.name) for column in self.columns], *rows]
@@ -206,7 +206,7 @@ def warn_each(warnings: Iterable[str]) -> None:
 def progress_bars(quiet: bool, *columns: "ProgressColumn") -> "Progress":
     """Progress bars on standard error, which disappear at the end. Each has a description, a bar and then `columns`.
 
-    Nothing is shown if `quiet`, or if standard error is not a terminal.
+    Nothing is shown if `quiet`, or if standard error is not a terminal that can move its cursor (TERM=dumb cannot).
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
@@ -217,7 +217,7 @@ def progress_bars(quiet: bool, *columns: "ProgressColumn") -> "Progress":
         BarColumn(),
         *columns,
         console=console,
-        disable=quiet or not console.is_terminal,
+        disable=quiet or not console.is_interactive,
         transient=True,
     )
 
@@ -243,37 +243,40 @@ def token_progress(description: str, total: int, quiet: bool) -> Iterator[Callab
 
 
 @contextmanager
-def stage_progress(quiet: bool) -> Iterator[tuple[Callable[[str, int, int | None], None], dict[str, float]]]:
+def stage_progress(quiet: bool) -> Iterator[tuple[Callable[[str, int, int | None, int], None], dict[str, float]]]:
     """Show a bar for each of several stages that count bytes.
 
     Yields:
-        report(stage, done, total): sets the bytes of a stage that are done and, when first called for a stage, its
-        total, if known; and a mapping from stages to the seconds from their first to their last report.
+        report(stage, done, total, text): sets the bytes of a stage that are done, and the characters of text in them,
+        which are shown where they are more, and its total, if known; and a mapping from stages to the seconds from
+        their first to their last report.
     """
-    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     started: dict[str, tuple[float, TaskID]] = {}
     seconds: dict[str, float] = {}
-    with progress_bars(quiet, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
+    columns = DownloadColumn(), TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TimeRemainingColumn()
+    with progress_bars(quiet, *columns) as progress:
 
-        def report(stage: str, done: int, total: int | None) -> None:
+        def report(stage: str, done: int, total: int | None, text: int) -> None:
             if stage not in started:
-                started[stage] = time.monotonic(), progress.add_task(stage, total=total)
+                started[stage] = time.monotonic(), progress.add_task(stage, total=total, text="")
             start, task = started[stage]
             seconds[stage] = time.monotonic() - start
-            progress.update(task, completed=done)
+            shown = f"{text / 1e6:,.0f} million characters" if text > max(done, 1e6) else ""
+            progress.update(task, completed=done, total=total, text=shown)
 
         yield report, seconds
 
 
 @contextmanager
 def status_line(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what is being done, on one line of standard error if that is a terminal."""
+    """Yield a function that shows what is being done, on one line of standard error, where `progress_bars` would be."""
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(file=sys.stderr)
-    if quiet or not console.is_terminal:
+    if quiet or not console.is_interactive:
         yield lambda text: None
         return
     with console.status("") as status:

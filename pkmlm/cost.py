@@ -13,7 +13,7 @@ import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +23,11 @@ from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.memory.base import SparseMemory, memories
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.spec import MAX_SLOTS, Spec
-from pkmlm.memory.table import Pool
+from pkmlm.memory.table import Pool, tables_of
 from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk
-from pkmlm.model.transformer import FFN, Transformer, build_block, build_pools, matrices_of
+from pkmlm.model.transformer import FFN, Transformer, build_block, build_pools, matrices_of, trained_names
 from pkmlm.recipe.constraints import MAX_PARAMETERS
 from pkmlm.recipe.schema import Model, Recipe
 
@@ -77,6 +77,7 @@ class BlockCost:
         saved: numbers kept for the backward pass, for one token (an estimate).
         scores: scores that a memory's search makes for one query of one head.
         statistics: numbers whose running statistics a forward renews.
+        moving: of the dense parameters, those that move under each `train.only`.
     """
 
     layer: int
@@ -91,6 +92,7 @@ class BlockCost:
     saved: int
     scores: int
     statistics: int
+    moving: Mapping[str, int]
 
     @property
     def memory(self) -> int:
@@ -256,7 +258,14 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
         saved=saved_per_token(block, model),
         scores=max((memory.scores_per_query for memory in found), default=0),
         statistics=sum(len(norm.weight) for norm in block.modules() if isinstance(norm, QueryBatchNorm)),
+        moving={only: moving_in(block, only) for only in ("memories", "values", "gates")},
     )
+
+
+def moving_in(block: nn.Module, only: str) -> int:
+    """Dense parameters of a block that move under `train.only`."""
+    names = trained_names(block, only) - tables_of(block).keys()
+    return sum(block.get_parameter(name).numel() for name in names)
 
 
 def paper_flops(model: Model, layer: int) -> int | None:
@@ -361,21 +370,27 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     tables = tables_of_blocks(blocks)
     parameters = dense + sum(table.parameters for table in tables)
     tokens = train.micro_batch * model.context
-    moving = dense if train.only == "all" else 0
-    by_muon = sum(block.matrices for block in blocks) if moving and recipe.optim.matrices == "muon" else 0
-    # Below the first memory, nothing is kept for values alone.
-    below = min(model.memory_places()) - 1 if train.only == "values" else 0
+    moving = dense if train.only == "all" else moving_of(recipe, blocks)
+    by_muon = sum(block.matrices for block in blocks) if train.only == "all" and recipe.optim.matrices == "muon" else 0
+    # Below the first memory, nothing is kept for memories alone.
+    below = min(model.memory_places()) - 1 if train.only != "all" else 0
+    learning = [] if train.only == "gates" else tables
     saved = [block.saved for block in blocks[below:]]
     in_blocks = len(saved) * model.dim + max(saved) if train.recompute else sum(saved)
     scores = max(block.scores for block in blocks)
     return {
         "weights": (6 if in_half_precision(recipe) else 4) * parameters,
-        "gradients": 4 * moving + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in tables),
-        "moments": 8 * moving - 4 * by_muon + sum(moment_bytes(recipe, table) for table in tables),
+        "gradients": 4 * moving + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in learning),
+        "moments": 8 * moving - 4 * by_muon + sum(moment_bytes(recipe, table) for table in learning),
         "activations": tokens * (3 * model.dim + in_blocks) * (2 if in_half_precision(recipe) else 4),
         "logits": 8 * vocab_size * (min(tokens, tokens_of_chunk("cpu", vocab_size)) + model.dim),
         "search": 4 * min(SCORES["cpu"], tokens * scores),
     }
+
+
+def moving_of(recipe: Recipe, blocks: Sequence[BlockCost]) -> int:
+    """Dense parameters that move under a `train.only` that is not "all"."""
+    return sum(block.moving[recipe.train.only] for block in blocks)
 
 
 def moment_bytes(recipe: Recipe, table: TableCost) -> int:
@@ -485,40 +500,27 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
             gradients += 2 * (ranks - 1) * 8 * table.rows // ranks
     in_blocks, outside = shardable(cost) if recipe.parallel.shard else (0, 0)
     learns = recipe.train.only == "all"
+    summed = cost.dense - in_blocks - outside if learns else moving_of(recipe, cost.blocks)
     fetched = recipe.micro_batches(ranks) * ((2 + learns) * in_blocks + (1 + learns) * outside)
     statistics = 0
-    if learns:
+    if recipe.train.only in ("all", "memories"):
         features = 2 * 4 * sum(block.statistics for block in cost.blocks)
         passes = 2 if train.recompute else 1
         forward = passes * (ranks - 1) * features + 2 * (ranks - 1) * features // ranks
         statistics = recipe.micro_batches(ranks) * forward
     return {
-        "dense": 4 * (ranks - 1) * (2 * learns * (cost.dense - in_blocks - outside) + fetched) // ranks,
+        "dense": 4 * (ranks - 1) * (2 * summed + fetched) // ranks,
         "reads": reads,
         "gradients": gradients,
         "statistics": statistics,
     }
 
 
-class Largest(NamedTuple):
-    """The largest memory that fits.
-
-    Attributes:
-        memory: its name.
-        num_keys: its sub-keys of a half; 0: none fits.
-        slots: their square.
-        entries: of its tables.
-    """
-
-    memory: str
-    num_keys: int
-    slots: int
-    entries: int
-
-
-def largest_memory(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, device_bytes: int) -> Largest | None:
+def largest_memory(
+    recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, device_bytes: int
+) -> dict[str, Any] | None:
     """The most sub-keys of the recipe's first memory that has some with which training fits into `device_bytes` on a
-    rank; None: no memory has sub-keys.
+    rank (0: none fits), with its name, slots, and entries of its tables; None: no memory has sub-keys.
     """
     model = recipe.model
     name = next((name for name, memory in model.memories.items() if memory.with_keys(1) is not None), None)
@@ -537,4 +539,4 @@ def largest_memory(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int
     most = math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // model.dim))
     found = bisect(range(1, most + 1), False, key=too_large)  # how many of 1, 2, ... are not too large
     entries = sum(table.rows * table.width for table in sized(max(found, 1)).tables(model.dim, vocab_size))
-    return Largest(name, found, found**2, entries if found else 0)
+    return {"memory": name, "num_keys": found, "slots": found**2, "entries": entries if found else 0}

@@ -60,8 +60,7 @@ def recipe_report(
             "sent_bytes_per_step": {**sent, "total": sum(sent.values())},
         }
         if device_bytes is not None:
-            largest = largest_memory(recipe, vocab_size, ranks, memory, device_bytes)
-            entry["largest"] = None if largest is None else largest._asdict()
+            entry["largest"] = largest_memory(recipe, vocab_size, ranks, memory, device_bytes)
         entries.append(entry)
     result["world"] = {"ranks": ranks, "device_bytes": device_bytes, "divisions": entries}
     return result, tables + rank_tables(recipe, result["world"])

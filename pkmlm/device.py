@@ -1,6 +1,7 @@
 """Which device and which arithmetic a command uses, and why."""
 
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -97,6 +98,22 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     what is queued on the GPU before it.
     """
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Queue the copy of a tensor to the CPU. What this returns waits for the copy, though not for what is queued on the
+    GPU after it, and returns it.
+    """
+    if x.device.type != "cuda":
+        return lambda: x
+    copy, done = x.to("cpu", non_blocking=True), torch.cuda.Event()  # in pinned memory
+    done.record(torch.cuda.current_stream(x.device))
+
+    def wait() -> torch.Tensor:
+        done.synchronize()
+        return copy
+
+    return wait
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,14 @@
-"""The environment of this process: a launcher's processes, usable cores, the version of the code. Needs no torch."""
+"""The environment of this process: a launcher's processes, usable cores, the version of the code, and children that
+run the same code. Needs no torch.
+"""
 
 import ctypes
 import hashlib
 import os
 import re
+import socket
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +51,22 @@ def collective_timeout() -> float:
     return seconds
 
 
+def work_offline_without_hub() -> None:
+    """If the Hugging Face hub cannot be reached, tell its library (`HF_HUB_OFFLINE`), which would otherwise try for
+    half a minute; before that is imported. What it has kept on this machine is used either way.
+    """
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies  # takes as long to import as the rest
+
+    if "HF_HUB_OFFLINE" in os.environ or getproxies():
+        return
+    hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)), 5).close()
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def usable_cores() -> int:
     """How many cores this process may use: all of the machine's, or only those that its affinity allows."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -78,6 +99,19 @@ def source_sha256(package: Path | None = None) -> str:
         for part in (os.fsencode(path.relative_to(package)), path.read_bytes()):
             digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
+
+
+def child_command(arguments: Sequence[str], source: str | None = None) -> list[str]:
+    """The command line of a child of this process that runs a `pkmlm` command: with this process's interpreter, its
+    path of imports and its code. (`python -m pkmlm` would import whatever lies in the working folder.) See
+    `pkmlm.cli.launch`.
+
+    Args:
+        arguments: of the command, `["train", ...]` for example.
+        source: the `source_sha256` of the code that the child must have; None: as the files are now.
+    """
+    begin = f"from pkmlm.cli.launch import main; main({os.getpid()}, {source or source_sha256()!r})"
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!a}; {begin}", *arguments]
 
 
 def keep_freed_memory() -> None:

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from functools import cache
-from math import isfinite
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -33,6 +32,7 @@ from pkmlm.errors import UserError, read_errors
 MANIFEST = "manifest.json"
 MAKE_AGAIN = "it is damaged: make it again"  # hints
 IN_USE = "wait for it, stop it, or choose another -o"
+TEMPORARY = ".tmp-"  # what the names of unfinished files and folders begin with
 LOCK_PATIENCE = 0.2  # seconds; `abandoned` holds a lock for less
 
 
@@ -80,7 +80,7 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             system refused a write.
     """
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
-    new, old = (path.with_name(f".tmp-{mark}-{path.name}") for mark in ("new", "old"))
+    new, old = (path.with_name(f"{TEMPORARY}{mark}-{path.name}") for mark in ("new", "old"))
 
     def restore_old() -> None:
         if old.is_dir() and not path.exists():  # an error or a kill came between the two renames below
@@ -138,12 +138,12 @@ def locked_folder(new: Path, path: Path) -> Iterator[None]:
 
 def temporary_name(path: Path) -> Path:
     """A new temporary name beside `path`."""
-    return path.with_name(f".tmp-{secrets.token_hex(4)}-{path.name}")
+    return path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
 
 
 def remove_leftovers(folder: Path) -> None:
     """Delete what killed processes left half-written in a folder; the caller holds a lock that keeps others out."""
-    for place in folder.glob(".tmp-*"):
+    for place in folder.glob(f"{TEMPORARY}*"):
         with suppress(OSError):
             shutil.rmtree(place) if place.is_dir() else place.unlink()
 
@@ -260,20 +260,13 @@ def read_json(path: Path, what: str, hint: str = MAKE_AGAIN, exit_code: int = 2,
         Damaged: it is missing, not JSON, or of another type.
         UserError: it cannot be read.
     """
-
-    def refuse(name: str) -> NoReturn:
-        raise ValueError(f"it holds {name}")  # NaN or Infinity, which JSON does not have
-
-    def finite(number: str) -> float:
-        return float(number) if isfinite(float(number)) else refuse(number)  # 1e999, say
-
     with read_errors(f"{what} {path}", exit_code):
         try:
             text = read_bytes(path)
         except (FileNotFoundError, NotADirectoryError):
             raise Damaged(f"{what} is missing: {path}", hint, exit_code) from None
     try:
-        value = json.loads(text, parse_constant=refuse, parse_float=finite)
+        value = json.loads(text)
         return value if schema is None else check_json(value, schema)
     except TypeError as error:
         raise Damaged(f"{what} {path} is not as it was written: {error}", hint, exit_code) from None
@@ -331,15 +324,10 @@ class ManifestEntry(TypedDict):
     sha256: str
 
 
-class ManifestVersion(TypedDict):
-    """What the manifests of all versions hold."""
+class Manifest(TypedDict):
+    """What manifests hold."""
 
     version: int
-
-
-class Manifest(ManifestVersion):
-    """What the manifests of this version hold."""
-
     files: dict[str, ManifestEntry]
 
 
@@ -348,26 +336,22 @@ def entry_of(path: Path) -> ManifestEntry:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def read_manifest(
-    folder: Path, what: str, version: int, hint: str, *, schema: Any = Manifest, version_exit_code: int = 2
-) -> Any:
+def read_manifest(folder: Path, what: str, version: int, hint: str, schema: Any = Manifest) -> Any:
     """The manifest of a folder.
 
     Args:
         what: what errors call the folder (say, "checkpoint").
-        version: the version that this build reads; another is a UserError with `version_exit_code`.
+        version: the version that this build reads.
         schema: the type of the manifest.
 
     Raises:
         Damaged: (exit code 1) it is missing, or not what was written.
         UserError: it is of another version; (1) it cannot be read.
     """
-    path = folder / MANIFEST
-    name = f"the {what}'s manifest"
-    found = read_json(path, name, hint, exit_code=1, schema=ManifestVersion)["version"]
-    if found != version:
-        raise UserError(f"{path}: {what} version {found} (this build reads {version})", exit_code=version_exit_code)
-    return read_json(path, name, hint, exit_code=1, schema=schema)
+    found = read_json(folder / MANIFEST, f"the {what}'s manifest", hint, exit_code=1, schema=schema)
+    if found["version"] != version:
+        raise UserError(f"{folder / MANIFEST}: {what} version {found['version']} (this build reads {version})")
+    return found
 
 
 def check_files(folder: Path, files: dict[str, ManifestEntry], names: Iterable[str], hint: str) -> None:

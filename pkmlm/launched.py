@@ -1,6 +1,9 @@
 """Joining the processes that a launcher such as torchrun has started; `distributed` is what they then do together."""
 
 import os
+import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from pkmlm.distributed import CommStats, World
-from pkmlm.environment import collective_timeout, launched_processes
-from pkmlm.errors import UserError, first_line
+from pkmlm.environment import SIZE, collective_timeout, launched_processes
+from pkmlm.errors import UserError, first_line, printable
+
+PATIENCE = 10.0  # seconds of waiting before it is said
 
 
 @contextmanager
@@ -30,23 +35,23 @@ def init_distributed() -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():  # a launcher may show each rank only one GPU; NCCL refuses two ranks on one
         local = os.environ.get("LOCAL_RANK", "0")
-        if not local.isdecimal():
-            raise UserError(f"LOCAL_RANK: found {local[:40]!r} (expected the rank's number on its machine)")
         try:
             torch.cuda.set_device(int(local) % torch.cuda.device_count())
         except RuntimeError as error:
             raise UserError(f"the GPU of rank {local} on this machine: {first_line(error)}", exit_code=1) from None
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        dist.all_reduce(torch.zeros(1))  # a rank that exits before the others join looks like a crash to them
+        with saying_who_is_awaited(timeout):
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            dist.all_reduce(torch.zeros(1))  # a rank that exits before the others join looks like a crash to them
     except ValueError as error:
         raise UserError(
-            f"WORLD_SIZE is set, but a variable that belongs to it is not: {error}", "start with torchrun"
+            f"{SIZE} is set, but a variable that belongs to it is not: {error}", f"start with torchrun, or unset {SIZE}"
         ) from None
     except RuntimeError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         message = f"rank {os.environ['RANK']} cannot reach the others at {place}: {first_line(error)}"
-        raise UserError(message, "start all ranks, and check that they can reach that address", exit_code=1) from None
+        hint = f"start all ranks, and check that they can reach that address; to work alone, unset {SIZE}"
+        raise UserError(message, hint, exit_code=1) from None
     try:
         yield World(dist.get_rank(), dist.get_world_size(), comm_stats=CommStats(timeout))
     except BaseException as error:
@@ -57,3 +62,31 @@ def init_distributed() -> Iterator[World]:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+@contextmanager
+def saying_who_is_awaited(timeout: float) -> Iterator[None]:
+    """If joining the others takes long, say on standard error for how many this rank waits, where, and what to unset if
+    there are none: the launcher's variables may be left over in a shell or a job. Ctrl-C ends the process meanwhile: no
+    handler would run before torch's wait is over.
+
+    Args:
+        timeout: seconds after which it gives up.
+    """
+    size, rank = launched_processes(), os.environ.get("RANK", "")
+    place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    text = f"rank {rank} waits, up to {timeout:,.0f} seconds, for all {size} processes at {place}"
+    text += f"; if no launcher has started them, unset {SIZE}"
+    timer = threading.Timer(PATIENCE, lambda: print(printable(text), file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    handler = signal.getsignal(signal.SIGINT)
+    ends = handler not in (None, signal.SIG_IGN)
+    if ends:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if ends:
+            signal.signal(signal.SIGINT, handler)

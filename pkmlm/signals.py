@@ -100,7 +100,8 @@ def stop_on_signals(agree: Callable[[int], int] = int, message: str = "") -> Ite
                     asked_at = time.monotonic()
                     with suppress(OSError, ValueError, TypeError):  # standard error may be closed
                         if message and select.select([], [sys.stderr], [], 0)[1]:
-                            over_prompt = "\r\x1b[2K" if sys.stderr.isatty() else ""  # the terminal's ^C
+                            draws = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+                            over_prompt = "\r\x1b[2K" if draws else ""  # the terminal's ^C
                             print(over_prompt + message, file=sys.stderr, flush=True)
                 elif time.monotonic() - asked_at > SAME_REQUEST:
                     insisting.set()

@@ -68,6 +68,15 @@ def given(*settings: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def foreign_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file for each module that a process of ours might import; none of them may be run."""
+    folder = tmp_path_factory.mktemp("foreign")
+    for name in {*sys.stdlib_module_names, "pkmlm", "torch", "numpy", "click", "rich", "yaml"}:
+        (folder / f"{name}.py").write_text("raise SystemExit('code of the working folder')\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def novels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train.txt, valid.txt and test.txt: the beginnings of the demo's novels."""
     folder = tmp_path_factory.mktemp("novels")
@@ -209,15 +218,15 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[Any], o
     """Let something be done, in this process, when training has taken a step."""
     from pkmlm.train import loop
 
-    train_step = loop.train_step
+    queue_step = loop.queue_step
 
     def taken(state: Any, number: int) -> Any:
-        result = train_step(state, number)
+        result = queue_step(state, number)
         if number == step:
             do(state)
         return result
 
-    monkeypatch.setattr(loop, "train_step", taken)
+    monkeypatch.setattr(loop, "queue_step", taken)
 
 
 def rewrite(checkpoint: Path, name: str, text: str) -> None:

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from pkmlm.attach.dense import DenseSpec
 from pkmlm.attach.hosted import Hosted
 from pkmlm.attach.hosts import choose_blocks, find_tokenizer, vocabulary_of
 from pkmlm.attach.optimizer import AdamWAndRowAdam
-from pkmlm.attach.places import NAME, attachments_of, insert
-from pkmlm.attach.saved import check_base, read_facts, read_weights, saved_spec, write_attached
+from pkmlm.attach.places import NAME, Attached, attachments_of, insert
+from pkmlm.attach.saved import check_base, check_weights, read_facts, read_weights, saved_spec, write_attached
 from pkmlm.attach.specs import Mode, spec_of
 from pkmlm.attach.tokens import host_ids
 from pkmlm.errors import UserError
@@ -77,7 +78,9 @@ def attach(
                 raise UserError(f"{name} is {value}, but {memory} sets it", f"leave {name} out")
         facts = read_facts(folder := Path(memory))
         check_base(folder, facts, model)
-        attachment = Attachment(model, saved_spec(facts), facts["layers"], facts["mode"], freeze=freeze, seed=None)
+        check = partial(check_weights, folder)
+        given = {"freeze": freeze, "seed": None, "check": check}
+        attachment = Attachment(model, saved_spec(folder, facts), facts["layers"], facts["mode"], **given)
         try:
             read_weights(folder, facts, attachment.module)
         except BaseException:
@@ -147,14 +150,21 @@ class Attachment:
         freeze: bool,
         seed: int | None,
         made: SparseMemory | None = None,
+        check: Callable[[Attached], None] = lambda attached: None,
     ):
         """Use `attach` or `attach_dense`."""
         if not isinstance(freeze, bool):
             raise UserError(f"freeze is {freeze!r} (expected True or False)")
         self.model, self.step = model, 0
-        self.module, self._remove = insert(model, spec, layers, mode, freeze=freeze, seed=seed, made=made)
+        self.module = insert(model, spec, layers, mode, freeze=freeze, seed=seed, made=made, check=check)
         self._prefix = f"{NAME}.{self.module.name}."
         self._rows: RowAdam | None = None
+
+    def __repr__(self) -> str:
+        module, weights = self.module, sum(weight.numel() for weight in self.module.parameters())
+        where = f"mode {module.mode} at blocks {', '.join(map(str, module.layers))} of {type(self.model).__name__}"
+        sizes = f"{module.spec.describe()}, {weights:,} parameters"
+        return f"Attachment({module.name}, {module.spec.kind}: {sizes}; {where}; step {self.step})"
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that train: those of what is attached and, unless it is frozen, of the model; not those of
@@ -255,7 +265,7 @@ class Attachment:
     def detach(self) -> None:
         """Remove what is attached: the model computes as before, and the same parameters train as before."""
         self.check_attached()
-        self._remove()
+        getattr(self.model, NAME).remove(self.module.name)
         self._hide_from_ddp(())  # what is attached next may have the same names, and another optimizer
         for table in () if self._rows is None else self._rows.tables:
             table.gradient = None  # a layer that the user made may get another optimizer

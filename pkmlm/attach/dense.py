@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from pkmlm.kernels.matmul import Linear
-from pkmlm.memory.spec import Place, Site, Spec, key, size
+from pkmlm.memory.spec import Place, Site, Spec, TableShape, key, size
 
 
 class SwiGLU(nn.Module):
@@ -40,6 +40,12 @@ class DenseSpec(Spec):
 
     def places(self, beside: bool) -> tuple[Place, ...]:
         return ("beside",) if beside else ("ffn",)
+
+    def tables(self, dim: int, vocab_size: int) -> list[TableShape]:
+        return []
+
+    def describe(self) -> str:
+        return f"a SwiGLU of width {self.inner:,}"
 
     def build(self, site: Site, places: tuple[Place, ...]) -> dict[Place, nn.Module]:
         return {place: SwiGLU(site.dim, self.inner) for place in places}

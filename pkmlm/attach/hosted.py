@@ -4,8 +4,9 @@ B: sequences; T: positions; D: model width; V: vocabulary.
 """
 
 import inspect
+import re
 from dataclasses import replace
-from math import copysign
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ from torch import Tensor, nn
 
 from pkmlm.attach.hosts import block_owner, find_blocks, text_config, vocabulary_of
 from pkmlm.attach.places import Placed, attachments_of, insert
-from pkmlm.attach.saved import check_base, read_facts, read_weights, saved_spec
+from pkmlm.attach.saved import check_base, check_weights, read_facts, read_weights, saved_spec
 from pkmlm.attach.tokens import CACHES, host_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError, first_line, is_out_of_memory
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.export.config import CONFIG, MODEL_TYPE
-from pkmlm.export.folder import verify
+from pkmlm.export.folder import check_model, verify
 from pkmlm.files import MANIFEST, read_json
 from pkmlm.memory.base import memories
 from pkmlm.model.attention import AttentionLayout, KVCache
 from pkmlm.recipe.schema import Model, Recipe
+from pkmlm.runs.checkpoint import open_safetensors
 
 CONTEXT = 2048  # most tokens that a model reads at once: the maximum in its config may not fit into memory
 
@@ -63,7 +65,7 @@ class Hosted(nn.Module):
         for module in host.modules():
             if isinstance(module, Placed) and module.gate is not None:
                 for memory in memories(module.layer):
-                    memory.sign = copysign(1.0, module.gate.item())
+                    memory.sign = module.gate.sign
         # Plain attributes: registered as submodules, they would be stored twice.
         self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, token_ids=token_ids)
         named = inspect.signature(type(host).forward).parameters
@@ -130,7 +132,7 @@ def open_attached(path: Path, base: str | Path | None, device: torch.device) -> 
     host = load_host(base, facts["base"]["dtype"])
     check_base(path, facts, host)
     host.to(device)
-    attached, _ = insert(host, saved_spec(facts), facts["layers"], facts["mode"])
+    attached = insert(host, saved_spec(path, facts), facts["layers"], facts["mode"], check=partial(check_weights, path))
     read_weights(path, facts, attached)
     host.eval()
     model = Hosted(host)
@@ -159,32 +161,96 @@ def open_attached(path: Path, base: str | Path | None, device: torch.device) -> 
 
 
 def load_host(path: Path, dtype: str) -> Any:
-    """Load a causal model from its folder; no code in the folder is run.
+    """Load a causal model from its folder; no code in the folder is run, and none that its config names is fetched.
 
     Args:
         dtype: torch's name for it, such as "float32".
 
     Raises:
-        UserError: `transformers` cannot load the folder; (exit code 1) it is not installed, or an export is damaged.
+        UserError: `transformers` cannot load the folder, or the weights do not fit its config; (exit code 1) it is not
+            installed, or an export is damaged.
     """
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError:
         raise UserError("transformers is not installed", "pip install transformers", exit_code=1) from None
     if not (path / CONFIG).is_file():
         raise UserError(f"--base {path} is not a model's folder (no {CONFIG} in it)")
     disable_progress_bar()  # it would show for a second between our own lines
+    here = {"local_files_only": True, "trust_remote_code": False}
+    facts = read_json(path / CONFIG, "the model's configuration", schema=dict[str, Any])
     kind: Any = AutoModelForCausalLM
-    if read_json(path / CONFIG, "the model's configuration", schema=dict[str, Any]).get("model_type") == MODEL_TYPE:
-        from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM as kind
-
-        if (path / MANIFEST).exists():
-            verify(path)
+    own = facts.get("model_type") == MODEL_TYPE
+    if own and (path / MANIFEST).exists():
+        verify(path)
     try:
-        return kind.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False)
+        if own:
+            from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM as kind
+
+            check_model(path)
+            config = kind.config_class.from_pretrained(path, **here)
+        else:
+            for part in filter(lambda each: isinstance(each, dict), (facts, facts.get("text_config"))):
+                check_blocks(path, part)
+            config = AutoConfig.from_pretrained(path, **here)
+            with torch.device("meta"):
+                check_shapes(path, kind.from_config(config, attn_implementation=None))
+        # transformers' own attention: what the config names may be code on the hub.
+        options = {"dtype": getattr(torch, dtype), "output_loading_info": True, **here}
+        model, found = kind.from_pretrained(path, config=config, attn_implementation=None, **options)
+    except UserError as error:
+        raise UserError(f"--base {error.message}", error.hint) from None
     except Exception as error:  # transformers refuses a bad config with many kinds of errors
         if is_out_of_memory(error):
             raise
         reason = first_line(error)
         raise UserError(f"--base {path}: transformers cannot load it: {reason}") from None
+    if missing := sorted(found["missing_keys"]):  # transformers would draw them
+        raise UserError(f"--base {path}: its weights lack {missing[0]}", "save the whole model there")
+    return model
+
+
+def stored_shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a folder's safetensors files."""
+    shapes: dict[str, list[int]] = {}
+    for file in path.glob("*.safetensors"):
+        with open_safetensors(file) as stored:
+            shapes |= {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+    return shapes
+
+
+def check_blocks(path: Path, facts: dict[str, Any]) -> None:
+    """Check that a config asks for no more blocks than the weights in its folder hold: transformers would build all of
+    them, and 20,000 take minutes, before it looks at the weights.
+
+    Raises:
+        UserError: it does.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = facts.get("model_type")
+    names = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    blocks: dict[str, set[str]] = {}
+    for name in stored_shapes(path):
+        if parts := re.match(r"(.*?)\b(\d+)\.", name):
+            blocks.setdefault(parts[1], set()).add(parts[2])
+    most = max(map(len, blocks.values()), default=0)
+    for key in ("num_hidden_layers", names.get("num_hidden_layers", "num_hidden_layers")):
+        count = facts.get(key)
+        if most and isinstance(count, int) and count > most:
+            raise UserError(f"{path}: {key} in {CONFIG} is {count:,}, but the weights hold {most:,} blocks")
+
+
+def check_shapes(path: Path, model: Any) -> None:
+    """Check that the weights in a folder have the shapes of those of a model on the device "meta", as far as they have
+    their names: transformers would fill in those of other shapes before it refuses them.
+
+    Raises:
+        UserError: one has another shape.
+    """
+    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, found in () if hasattr(model.config, "quantization_config") else stored_shapes(path).items():
+        shape = expected.get(name, expected.get(f"{model.base_model_prefix}.{name}", found))
+        if shape != found:
+            raise UserError(f"{path}: tensor {name} has shape {found} (expected {shape}, by {CONFIG})")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,12 @@ def choose_blocks(model: nn.Module, layers: object) -> list[int]:
     return sorted(given)
 
 
-def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
+def find_ffn(block: nn.Module, layer: int, dim: int, mode: str) -> nn.Module:
     """The FFN of a block, tested with one token.
+
+    Args:
+        mode: "replace" needs an FFN that takes one tensor; beside another, it may also add the residual, which it takes
+            as a second one.
 
     Raises:
         UserError: the block has no FFN or several, or its FFN does not map (B, T, D) to (B, T, D).
@@ -102,14 +107,21 @@ def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
             found[name] = block.get_submodule(name)
     if len(found) != 1:
         parts = ", ".join(found or dict(block.named_children()))
-        raise UserError(f"block {layer}, a {type(block).__name__}, has {parts} (expected one of {', '.join(FFNS)})")
+        message = f"block {layer}, a {type(block).__name__}, has {parts} (expected one of {', '.join(FFNS)})"
+        raise UserError(message, "attach a memory that needs no FFN: ngram or token; or use a model such as Llama")
     (name, ffn), weight = next(iter(found.items())), next(filter(torch.is_floating_point, block.parameters()))
+    inputs = [each for each in signature(ffn.forward).parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    more = [each.name for each in inputs[1:] if each.default is each.empty]
+    if mode == "replace" and more:
+        message = f"block {layer}: its {name} also takes {' and '.join(more)} (expected one tensor of width {dim})"
+        raise UserError(message, "attach beside the FFN: mode='add'")
+    token = torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device)
     try:
         with torch.no_grad(), torch.random.fork_rng([weight.device] if weight.is_cuda else []):
-            out = ffn(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device))
+            out = ffn(token, *(token for _ in more))
     except (TypeError, RuntimeError) as error:
-        raise UserError(f"block {layer}: its {name} does not take one tensor of width {dim}: {error}") from None
-    if not isinstance(out, Tensor) or out.shape != (1, 1, dim):
+        raise UserError(f"block {layer}: its {name} does not take tensors of width {dim}: {error}") from None
+    if not isinstance(out, Tensor) or out.shape != token.shape:
         shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise UserError(f"block {layer}: its {name} maps (1, 1, {dim}) to {shape} (expected the same shape)")
     return ffn

@@ -5,8 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pkmlm.errors import UserError
-from pkmlm.memory.row_adam import RowAdam
+from pkmlm.memory.row_adam import RowAdam, refuse_scaled_gradients
 
 
 class Training(Protocol):
@@ -28,8 +27,7 @@ class AdamWAndRowAdam(torch.optim.Optimizer):
         attachment: its steps are counted, and saved with the optimizer.
     """
 
-    # GradScaler then calls `step` with `grad_scale` set, which is refused there: it cannot unscale the reads.
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = True  # as in row Adam
 
     def __init__(self, dense: torch.optim.AdamW, rows: RowAdam | None, attachment: Training):
         self.dense, self.rows, self.attachment = dense, rows, attachment
@@ -59,8 +57,7 @@ class AdamWAndRowAdam(torch.optim.Optimizer):
             UserError: the gradients are scaled by a GradScaler; the attachment was detached.
         """
         self.attachment.check_attached()
-        if hasattr(self, "grad_scale"):
-            raise UserError("the loss is scaled (fp16)", "train in bf16 or fp32: what is attached is in fp32 anyway")
+        refuse_scaled_gradients(self)
         loss = self.dense.step(closure)
         if self.rows is not None:
             self.rows.step()

@@ -6,7 +6,7 @@ network itself is not saved, only its name and a digest of its weights.
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ from pkmlm.errors import UserError
 from pkmlm.export.config import ATTACHED, is_attached
 from pkmlm.files import MANIFEST, check_files, entry_of, read_json, read_manifest, write_json, writing_folder
 from pkmlm.memory.registry import SPECS
-from pkmlm.memory.spec import Spec
-from pkmlm.runs.checkpoint import load_tensors, write_tensors
+from pkmlm.memory.spec import Spec, SpecError
+from pkmlm.runs.checkpoint import load_tensors, open_tensors, write_tensors
 
 VERSION = 1
 WEIGHTS = "attached.safetensors"
@@ -33,7 +33,7 @@ class Base(TypedDict):
 
     architecture: str
     name: str
-    dtype: str
+    dtype: Literal["float32", "float64", "bfloat16", "float16"]
     sha256: str
 
 
@@ -63,7 +63,7 @@ def base_of(model: nn.Module) -> Base:
         for part in tensor.flatten().split(1 << 24):
             digest.update(part.to("cpu", torch.float32).contiguous().numpy())
     config = getattr(model, "config", None)
-    dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
+    dtype = cast(Any, str(next(iter(parameters.values())).dtype).removeprefix("torch."))
     name = str(getattr(config, "_name_or_path", "") or "")
     return {"architecture": type(model).__name__, "name": name, "dtype": dtype, "sha256": digest.hexdigest()}
 
@@ -111,7 +111,8 @@ def read_facts(path: Path) -> Facts:
         UserError: it is not such a folder; (exit code 1) it is damaged or was changed.
     """
     if not is_attached(path):
-        raise UserError(f"{path} is not the folder of an attached memory (no {ATTACHED} in it)")
+        message = f"{path} is not the folder of an attached memory (no {ATTACHED} in it)"
+        raise UserError(message, "a model that was saved with a memory attached: see `pkmlm help attach`, Saving it")
     files = read_manifest(path, "attached memory", VERSION, HINT)["files"]
     if files.keys() != {ATTACHED, WEIGHTS}:
         raise UserError(f"{path / MANIFEST} is not the manifest of an attached memory", HINT, exit_code=1)
@@ -131,9 +132,31 @@ def check_base(path: Path, facts: Facts, model: nn.Module) -> None:
         )
 
 
-def saved_spec(facts: Facts) -> Spec:
-    """The spec of what a folder with these facts holds: a memory, or the control of one."""
-    return spec_of({**facts["arguments"], "kind": facts["kind"]}, {**SPECS, "dense": DenseSpec})
+def saved_spec(path: Path, facts: Facts) -> Spec:
+    """The spec of what a folder with these facts holds: a memory, or the control of one.
+
+    Raises:
+        UserError: (exit code 1) it is not possible, or its tables are larger than the file of weights.
+    """
+    try:
+        spec = spec_of({**facts["arguments"], "kind": facts["kind"]}, {**SPECS, "dense": DenseSpec})
+        spec.check(facts["dim"])
+        tables = sum(table.rows * table.width for table in spec.tables(facts["dim"], vocab_size=1))
+    except (UserError, SpecError) as error:
+        raise UserError(f"{path / ATTACHED}: {error}", HINT, exit_code=1) from None
+    size, needed = (path / WEIGHTS).stat().st_size, 4 * tables * (1 if spec.shares else len(facts["layers"]))
+    if needed > size:
+        message = f"{path / ATTACHED} describes tables of {needed:,} bytes, but {WEIGHTS} has {size:,}"
+        raise UserError(message, HINT, exit_code=1)
+    return spec
+
+
+def check_weights(path: Path, attached: Attached) -> None:
+    """Raise a UserError (exit code 1) if a folder holds other weights than those of what is to be attached, which may
+    be on the device "meta".
+    """
+    with open_tensors(path / WEIGHTS, attached.state_dict(), {}, strict=True):
+        pass
 
 
 def read_weights(path: Path, facts: Facts, attached: Attached) -> None:

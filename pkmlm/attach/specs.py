@@ -18,6 +18,7 @@ Mode = Literal["add", "replace"]
 MODES: dict[Place, Mode] = {"beside": "add", "before": "add", "ffn": "replace"}
 ELSEWHERE = {
     "layers": "give the blocks as the argument `layers`",
+    "start": "what is attached starts at zero",
     "optim": "give learning rates to the attachment's `optimizer`",
 }
 
@@ -42,7 +43,8 @@ def spec_of(memory: object, kinds: Mapping[str, type[Spec]] = SPECS) -> Spec:
             raise UserError(f"memory is {found} (expected {expected})")
         return spec
     keys = dict(memory)
-    if (kind := keys.pop("kind", None)) not in kinds:
+    kind = keys.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
         raise UserError(f"memory: kind is {kind} (expected {', '.join(kinds)})")
     known = arguments_of(kinds[kind]())
     given: dict[str, Any] = {"query_norm": "rms"} if "query_norm" in known else {}

@@ -23,7 +23,8 @@ from pkmlm.errors import UserError
 from pkmlm.memory.spec import Lookback
 from pkmlm.memory.tokens import Past, TokenIds
 
-CACHES = ("cache", "past_key_values")  # what a network calls its cache; the first since transformers 5.24
+# What a network calls its cache: the first since transformers 5.24, the others before, or if it is recurrent.
+CACHES = ("cache", "past_key_values", "cache_params", "state")
 # What the calls that are running in this thread have found, by the ids that found it.
 CALLS: ContextVar[Mapping["HostIds", Past]] = ContextVar("CALLS", default=MappingProxyType({}))
 
@@ -120,13 +121,9 @@ class HostIds(TokenIds):
         if ids_BT is None:
             raise UserError("input_ids is None (the attached memory needs tokens)", "give input_ids, not inputs_embeds")
         cache = next((named[name] for name in CACHES if named.get(name) is not None), None)
-        if getattr(cache, "is_compileable", False):  # layers that grow would change its masks
-            message = f"the cache is a static {type(cache).__name__} (expected one that grows)"
-            raise UserError(message, "call generate without cache_implementation, or with use_cache=False")
-        history = HostHistory(cache, self.owner)
+        seen, history = positions_in(cache), HostHistory(cache, self.owner)
         before_BSX = history.before("ids")
         known = 0 if before_BSX is None else before_BSX.shape[1]
-        seen = 0 if cache is None else int(cache.get_seq_length())
         if seen != known:
             message = f"the cache holds {seen} positions, of which the memory has seen {known}"
             raise UserError(message, "start with an empty cache")
@@ -135,10 +132,33 @@ class HostIds(TokenIds):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             message = f"attention_mask is {shape} (expected {expected}: the memory takes one that marks padding)"
             raise UserError(message)
+        ids_BT = ids_BT.to(self.ids_V.device)
         # A token sees nothing of the one before if that is padding, or if its position does not follow on it: there,
         # another packed document begins.
         follows_BS = pad(positions(named.get("position_ids"), ids_BT, history).diff() == 1, (0, 1), value=True)
-        return self(ids_BT, history, None, follows_BS if mask is None else follows_BS & mask.bool())
+        try:
+            return self(ids_BT, history, None, follows_BS if mask is None else follows_BS & mask.to(follows_BS))
+        except IndexError:  # on a GPU, torch ends the process
+            found = f"input_ids has ids from {ids_BT.min()} to {ids_BT.max()}"
+            raise UserError(f"{found} (expected 0 to {len(self.ids_V) - 1}, the model's)") from None
+
+
+def positions_in(cache: Any) -> object:
+    """How many positions a cache holds; "earlier" ones, if it is a recurrent state, which does not say.
+
+    Raises:
+        UserError: it is static, or no cache of this kind.
+    """
+    if cache is None:
+        return 0
+    layers = getattr(cache, "layers", None)
+    growing = [each for each in layers or () if hasattr(each, "get_seq_length")]  # others hold a recurrent state
+    if layers is None or any(each.is_compileable for each in growing):  # our layers would change a static cache's masks
+        message = f"the cache is a {type(cache).__name__} (expected a cache of transformers that grows)"
+        raise UserError(message, "call generate without cache_implementation, or with use_cache=False")
+    if growing:
+        return cache.get_seq_length()
+    return "earlier" if layers and cache.has_previous_state() else 0
 
 
 def positions(given: object, ids_BT: Tensor, history: HostHistory) -> Tensor:

@@ -4,8 +4,10 @@ runs. The command line and the sweep use this package.
 """
 
 # The layers of `bench memory`: this package's with row Adam; the same in plain torch, with a dense gradient and torch's
-# default or fused Adam, or with a sparse gradient and SparseAdam; the FFN of the same width with fused Adam.
-LAYERS = ("pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn")
+# default or fused Adam, with fused Adam and compiled, or with a sparse gradient and SparseAdam; the FFN of the same
+# width with fused Adam.
+LAYERS = ("pkmlm", "plain-adam", "plain-fused", "plain-compiled", "plain-sparse", "ffn")
+COMPILED = "plain-compiled"  # for which a CPU compiles one or two minutes, so there it is timed only if it is named
 # Models made from a recipe: without its memories, with them, without them but twice as deep, and a MemoryFormer of its
 # shape.
 MODELS = ("dense", "memory", "double", "hash")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pkmlm.bench import LAYERS, short
+from pkmlm.bench import COMPILED, LAYERS, short
 from pkmlm.bench.rounds import Say, Timing, check_room, interleaved_with_copy
 from pkmlm.console import Column, Table, number
 from pkmlm.device import default_device, machine
@@ -24,6 +24,7 @@ from pkmlm.memory.product_key.layer import ProductKeyMemory
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.seeds import generator
+from pkmlm.train.compile_and_recompute import check_compiler
 from pkmlm.train.optim import parameter_groups
 
 LR = 1e-3
@@ -127,7 +128,8 @@ class Contender:
 
     Attributes:
         count: the steps of its value table, in the form in which its optimizer counts them; None: it has no table.
-        values: computes the weighted sum of values from slots and weights (N, r); None: it has no values.
+        values: computes the weighted sum of values from slots and weights (N, r); None: it has no values, or does not
+            sum them by themselves.
     """
 
     layer: nn.Module
@@ -169,14 +171,15 @@ def contender(name: str, shape: Shape, source: ProductKeyMemory) -> Contender:
     """One of `pkmlm.bench.LAYERS`, with copies of a layer's weights, but the very same values.
 
     pkmlm: the layer, whose values are updated straight from their reads. plain-adam, plain-fused: plain torch, a dense
-    gradient, Adam as it comes or fused. plain-sparse: a sparse gradient of the values and SparseAdam; fused Adam for
-    the rest. ffn: the FFN of the same width, fused Adam.
+    gradient, Adam as it comes or fused. plain-compiled: as plain-fused, with forward and backward compiled for this
+    shape as a whole. plain-sparse: a sparse gradient of the values and SparseAdam; fused Adam for the rest. ffn: the
+    FFN of the same width, fused Adam.
     """
     device = source.values.weight_KD.device
     if name == "pkmlm":
         recipe = Recipe(model=Model(memories={source.tap.name: shape.memory}))
         optimizers = [group.optimizer for group in parameter_groups(source, recipe)]
-        return Contender(source, optimizers, torch.zeros((), dtype=torch.int64), source.values)
+        return Contender(source, optimizers, torch.zeros((), dtype=torch.int64, device=device), source.values)
     if name == "ffn":
         layer = nn.Sequential(Linear(shape.dim, 4 * shape.dim), nn.GELU(), Linear(4 * shape.dim, shape.dim)).to(device)
         return Contender(layer, [torch.optim.Adam(layer.parameters(), lr=LR, fused=True)])
@@ -188,9 +191,13 @@ def contender(name: str, shape: Shape, source: ProductKeyMemory) -> Contender:
         rest = [parameter for parameter in plain.parameters() if parameter is not values]
         sparse: list[torch.optim.Optimizer] = [torch.optim.SparseAdam([values], lr=LR)]
         return Contender(plain, [*sparse, torch.optim.Adam(rest, lr=LR, fused=True)], 0, plain.sum_values)
-    fused = name == "plain-fused"
+    fused = name != "plain-adam"
     count = torch.zeros((), device=device if fused else "cpu")
-    return Contender(plain, [torch.optim.Adam(plain.parameters(), lr=LR, fused=fused)], count, plain.sum_values)
+    optimizers = [torch.optim.Adam(plain.parameters(), lr=LR, fused=fused)]
+    if name != COMPILED:
+        return Contender(plain, optimizers, count, plain.sum_values)
+    plain.forward = torch.compile(plain.forward, dynamic=False)  # type: ignore[method-assign]
+    return Contender(plain, optimizers, count)
 
 
 def contenders(names: Sequence[str], shape: Shape, source: ProductKeyMemory) -> dict[str, Contender]:
@@ -286,7 +293,7 @@ def time_sizes(shapes: Sequence[Shape], names: Sequence[str], rounds: int, say: 
     """`time_memory` for each size.
 
     Args:
-        names: of `pkmlm.bench.LAYERS`; empty: all.
+        names: of `pkmlm.bench.LAYERS`; empty: all, but on a CPU no compiled one.
 
     Raises:
         UserError: a size is not possible, or too large for this machine.
@@ -297,7 +304,10 @@ def time_sizes(shapes: Sequence[Shape], names: Sequence[str], rounds: int, say: 
         raise UserError(f"--topk: found {first.topk} (expected at most {least}, the sub-keys of {least**2} slots)")
     if first.key_dim % 2:
         raise UserError(f"--key-dim: found {first.key_dim} (expected an even width: a sub-key has half of it)")
-    chosen = [name for name in LAYERS if name in (names or LAYERS)]
+    on_cpu = default_device().type == "cpu"
+    if COMPILED in names or not (names or on_cpu):
+        check_compiler(default_device(), f"--only {COMPILED}", "leave it out")
+    chosen = [name for name in LAYERS if (name in names if names else name != COMPILED or not on_cpu)]
     return [time_memory(shape, chosen, rounds, say) for shape in shapes]
 
 
@@ -313,7 +323,7 @@ def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Say) -> La
     device = default_device()
     # Values, two moments and a copy while they are filled; with dense gradients also these and Adam's temporaries.
     # The query map and the sub-keys are each layer's own, with gradients and moments.
-    needed = (6 if {"plain-adam", "plain-fused"} & {*names} else 4) * shape.table_bytes
+    needed = (6 if {"plain-adam", "plain-fused", COMPILED} & {*names} else 4) * shape.table_bytes
     needed += len(names) * 16 * shape.heads * shape.key_dim * (shape.dim + shape.num_keys)
     fewer = "give fewer --slots, a smaller --dim, or --only pkmlm,plain-sparse"
     check_room(f"{shape.slots:,} slots of width {shape.dim}", needed, fewer)

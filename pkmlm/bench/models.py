@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from pkmlm.bench import MODELS, short
+from pkmlm.bench.peaks import step_operations
+from pkmlm.bench.rounds import Timing
 from pkmlm.console import Column, Table, number
 from pkmlm.cost import Cost, cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
-from pkmlm.device import default_device
+from pkmlm.device import default_device, machine
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import next_logits
 from pkmlm.memory.hash.spec import HashSpec
@@ -175,17 +177,81 @@ def decode(model: Transformer, filled: KVCache, last_B1: Tensor, tokens: int) ->
     return torch.cat(found, 1)
 
 
-def reading_table(models: Sequence[Variant], seconds: Sequence[float], bandwidth: float) -> Table:
-    """How fast one token of one sequence reads the weights that it needs, beside a copy.
+@dataclass(frozen=True)
+class ModelTimes:
+    """Times of whole models.
 
-    Args:
-        seconds: of each model, for one token.
-        bandwidth: of a copy, in bytes per second.
+    Attributes:
+        times: by (what was timed, index of the model, sequences at once).
+        timed: what was timed, by its name: its title, and the tokens of a sequence.
+        facts: what else the JSON says.
+        bandwidth: bytes per second, read and written, of a copy.
+        peak: operations per second that the device can do at most in training; None: it is not known, or no training
+            was timed.
     """
-    columns = [Column("model"), number("MB read", "{:,.1f}"), number("ms", "{:,.2f}")]
-    columns += [number("GB/s", "{:,.1f}"), number("of a copy", "{:.0%}")]
-    rows = []
-    for model, taken in zip(models, seconds, strict=True):
-        speed = model.read / taken
-        rows.append([model.name, model.read / 1e6, taken * 1e3, speed / 1e9, speed / bandwidth])
-    return Table(f"One token of one sequence; a copy: {bandwidth / 1e9:.1f} GB/s", columns, rows)
+
+    models: list[Variant]
+    times: dict[tuple[str, int, int], Timing]
+    timed: dict[str, tuple[str, int]]
+    facts: dict[str, Any]
+    bandwidth: float
+    peak: float | None = None
+
+    def speed(self, what: str, model: int, batch: int) -> float:
+        """Median tokens per second over all sequences of a batch."""
+        return batch * self.timed[what][1] / self.times[what, model, batch].median
+
+    def mfu(self, model: int) -> float | None:
+        """The share of the device's peak that a model's step makes use of: the operations that its parameters ask for,
+        whatever else the device does. None: the peak is not known, or the step moves only some parameters.
+        """
+        recipe = self.models[model].recipe
+        if self.peak is None or recipe.train.only != "all":
+            return None
+        done = step_operations(self.models[model].cost, recipe.train.batch_tokens)
+        return done / self.times["step", model, recipe.sequences].median / self.peak
+
+    def as_json(self) -> dict[str, Any]:
+        known = self.peak is not None
+        found: list[dict[str, Any]] = [
+            {**model.as_json(), **({"mfu": self.mfu(index)} if known else {}), "times": []}
+            for index, model in enumerate(self.models)
+        ]
+        in_order = sorted(self.times.items(), key=lambda item: [*self.timed].index(item[0][0]))
+        for (what, model, batch), timing in in_order:
+            speed = {"tokens_per_second": self.speed(what, model, batch)}
+            found[model]["times"].append({"what": what, "batch": batch, **speed, **timing.as_json()})
+        return {"machine": machine(), **self.facts, "copy_bytes_per_second": self.bandwidth, "models": found}
+
+    def tables(self) -> list[Table]:
+        """A table of each thing that was timed, with times relative to the first model's; and, if single sequences were
+        decoded, how fast one token reads the weights that it needs, beside a copy.
+        """
+        shared = [Column("model"), number("batch"), number("tokens/s", "{:,.0f}"), number("x first", "{:.2f}")]
+        shared += [number(name, "{:,.1f}") for name in ("ms", "min", "max", "M ops", "MB read")]
+        found = []
+        for what, (title, _) in self.timed.items():
+            used = what == "step" and self.peak is not None
+            columns = [*shared, number("MFU", "{:.1%}")] if used else shared
+            batches = sorted({batch for each, _, batch in self.times if each == what})
+            rows = []
+            for batch in batches:
+                for index, model in enumerate(self.models):
+                    timing = self.times[what, index, batch]
+                    ratio = timing.median / self.times[what, 0, batch].median
+                    sizes = [model.cost.flops_per_token / 1e6, model.read / 1e6]
+                    speed = self.speed(what, index, batch)
+                    share = [self.mfu(index)] if used else []
+                    rows.append([model.name, batch, speed, ratio, *timing.milliseconds(), *sizes, *share])
+            found.append(Table(f"{self.models[0].recipe.name}: {title}", columns, rows))
+        if ("decode", 0, 1) in self.times:
+            columns = [Column("model"), number("MB read", "{:,.1f}"), number("ms", "{:,.2f}")]
+            columns += [number("GB/s", "{:,.1f}"), number("of a copy", "{:.0%}")]
+            rows = []
+            for index, model in enumerate(self.models):
+                seconds = 1 / self.speed("decode", index, 1)
+                speed = model.read / seconds
+                rows.append([model.name, model.read / 1e6, seconds * 1e3, speed / 1e9, speed / self.bandwidth])
+            copy = f"{self.bandwidth / 1e9:.1f} GB/s"
+            found.append(Table(f"One token of one sequence; a copy: {copy}", columns, rows))
+        return found

@@ -24,7 +24,7 @@ from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, n
 from pkmlm.report.equal import Over
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import STEPS, StepTimes
-from pkmlm.train.step import train_step
+from pkmlm.train.step import queue_step
 
 ROUNDS = 7
 FEWER = "compare fewer runs, or compare over tokens or operations"  # the hint if memory does not hold all models
@@ -134,7 +134,7 @@ def time_steps(recipes: Mapping[str, Recipe], say: Say, rounds: int = ROUNDS) ->
             key: random_training(recipe, select_device(recipe.train.precision).precision)
             for key, recipe in recipes.items()
         }
-        times = interleaved({key: partial(train_step, state, 1) for key, state in states.items()}, rounds, device, say)
+        times = interleaved({key: partial(queue_step, state, 1) for key, state in states.items()}, rounds, device, say)
     return {
         "timed_on": machine(),
         "busy_cores": round(busy, 2),

@@ -25,6 +25,7 @@ OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 
 COMMANDS = {  # each is in the module of its name
     "tokenize": "Learn a tokenizer and turn text into tokens.",
+    "import": "Turn a pretrained model of transformers into a run.",
     "train": "Train the model of a recipe, or resume a run.",
     "eval": "Measure perplexity on any text, and zero-shot tasks.",
     "usage-report": "Show how the memory's slots are used.",
@@ -99,7 +100,7 @@ def accept_anywhere(command: click.Command) -> None:
     cls=LazyGroup,
     commands={name: click.Command(name, short_help=text) for name, text in COMMANDS.items()},
     params=[QUIET, VERBOSE],
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(__version__, message="pkmlm %(version)s")
 def cli() -> None:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 import click
 
 from pkmlm.bench import LAYERS, MODELS, short
-from pkmlm.cli.options import RECIPE, quiet_option, set_option, several
+from pkmlm.cli.options import COUNT, RECIPE, quiet_option, set_option, several
 from pkmlm.cli.show import NO_CSV, Output, report_options
 from pkmlm.console import status_line
 
 # 1k, 4k, 16k, 65k, 262k, 1M ...: the powers of four, by the names that papers give them.
 NAMED_SLOTS = {short(4**power): 4**power for power in range(5, 16)}
-SIZE = click.IntRange(min=1)
 
 
 class Slots(click.ParamType):
@@ -29,9 +28,7 @@ class Slots(click.ParamType):
 
 
 def rounds_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option(
-        "--rounds", default=default, show_default=True, metavar="N", type=SIZE, help="How often each is timed."
-    )
+    return click.option("--rounds", default=default, **COUNT, help="How often each is timed.")
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,17 +66,14 @@ def command() -> None:
     "num_keys",
     metavar="N,N",
     default="16k,65k,262k,1M",
-    show_default=True,
     callback=several(Slots()),
     help="Sizes of the memory: squares; 16k is 2^14, 1M is 2^20.",
 )
-@click.option("--dim", default=512, show_default=True, metavar="N", type=SIZE, help="Width of the layer.")
-@click.option("--heads", default=4, show_default=True, metavar="N", type=SIZE, help="Memory heads.")
-@click.option("--topk", default=32, show_default=True, metavar="N", type=SIZE, help="Slots that a head reads.")
-@click.option("--key-dim", default=512, show_default=True, metavar="N", type=SIZE, help="Width of a query.")
-@click.option(
-    "--tokens", default=1024, show_default=True, metavar="N", type=click.IntRange(min=2), help="Tokens per step."
-)
+@click.option("--dim", default=512, **COUNT, help="Width of the layer.")
+@click.option("--heads", default=4, **COUNT, help="Memory heads.")
+@click.option("--topk", default=32, **COUNT, help="Slots that a head reads.")
+@click.option("--key-dim", default=512, **COUNT, help="Width of a query.")
+@click.option("--tokens", default=1024, metavar="N", type=click.IntRange(min=2), help="Tokens per step.")
 @rounds_option(7)
 @click.option("--only", metavar="A,B", callback=several(click.Choice(LAYERS)), help=f"Some of {', '.join(LAYERS)}.")
 @report_options(NO_CSV)
@@ -91,9 +85,10 @@ def memory(
 
     Timed in turn, in fp32: the weighted sum of values alone; forward; forward and backward; and a whole step with the
     optimizer's update. This package's layer sums the gradient of its values in the update. Plain torch sorts all k^2
-    candidates and sums values by EmbeddingBag, with dense gradients and default or fused Adam, or with sparse gradients
-    and SparseAdam. All memories of a round share one value table and its moments. GB/s counts the rows that must be
-    read and written, each once; the share is relative to the bandwidth of a copy, measured in the same rounds.
+    candidates and sums values by EmbeddingBag: with dense gradients and default or fused Adam; the latter also compiled
+    (on a CPU only if named, as compiling takes a minute or two); or with sparse gradients and SparseAdam. All memories
+    of a round share one value table and its moments. GB/s counts the rows that must be read and written, each once; the
+    share is relative to the bandwidth of a copy, measured in the same rounds.
 
     \b
     Examples:
@@ -116,18 +111,10 @@ def memory(
     "batches",
     metavar="N,N",
     default="1,8",
-    show_default=True,
     callback=several(click.IntRange(1, 4096)),
     help="Sequences decoded or scored at once.",
 )
-@click.option(
-    "--tokens",
-    default=16,
-    show_default=True,
-    metavar="N",
-    type=SIZE,
-    help="Tokens decoded per sequence; at most half of the context.",
-)
+@click.option("--tokens", default=16, **COUNT, help="Tokens decoded per sequence; at most half of the context.")
 def generate(
     recipe_file: str,
     overrides: tuple[str, ...],
@@ -182,7 +169,8 @@ def train(
     dense: its layers without memories; memory: with them; double: twice the layers; hash: a MemoryFormer. Random
     weights and tokens; a step is `pkmlm train`'s own, in the recipe's precision, a forward that of one micro-batch.
     Decoding is timed with softmax attention only. M ops are millions of multiply-adds of a token's forward, MB the
-    weights that it reads in fp32.
+    weights that it reads in fp32. MFU is the share of the device's peak that a step makes use of, six operations for
+    each multiply-add; on a CPU, and on a GPU whose peak is not known, there is none.
 
     \b
     Examples:

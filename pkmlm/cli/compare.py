@@ -73,7 +73,7 @@ def command(
       pkmlm compare runs/a runs/b --name runs/a=dense --format latex > table.tex
       pkmlm compare runs/* --format csv > runs.csv
     """
-    from pkmlm.report.compare import compare_runs
+    from pkmlm.report.compare import comparable_with_dense, compare_runs
     from pkmlm.report.dense_equivalent import dense_equivalents
     from pkmlm.report.tables import compare_rows, compare_tables
 
@@ -88,8 +88,7 @@ def command(
             for each in over:
                 if equal := comparison.at_equal(each, step_amounts(each, comparison.runs, say)):
                     equals.append(equal)
-    _, comparable = comparison.comparable_with_dense()
-    sizes = dense_equivalents([group for group in comparison.groups if group.name in comparable], over)
+    sizes = dense_equivalents(comparable_with_dense(comparison.groups)[1], over)
     record: dict[str, Any] = {"runs": comparison.facts, "groups": [group.as_json() for group in comparison.groups]}
     for group in record["groups"]:
         if equivalents := sizes.get(group["name"]):

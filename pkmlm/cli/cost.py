@@ -28,7 +28,6 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
     "--entry-bytes",
     type=click.Choice(["2", "4"]),
     default="2",
-    show_default=True,
     help="Bytes per entry of values and tables: 2 as the papers count (fp16), 4 for fp32.",
 )
 @click.option(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import PATH, base_option, force_option, quiet_option, step_option, text_options
+from pkmlm.cli.options import COUNT, PATH, base_option, force_option, quiet_option, step_option, text_options
 from pkmlm.cli.outputs import free_file
 from pkmlm.cli.show import NO_CSV, Output, report_options
 from pkmlm.errors import UserError
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @text_options
 @click.option(
     "--stride",
-    metavar="N",
-    type=click.IntRange(min=1),
+    **COUNT,
     help="Tokens that each window scores; fewer give each token more context. At most, and by default, the context.",
 )
+@click.option("--answers", is_flag=True, help="Also answer the prompts of the split, and count the right answers.")
 @click.option(
     "--tasks",
     metavar="NAME,...",
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="Folder with each task's rows, DIR/TASK.jsonl. Default: the hub that lm-eval loads them from.",
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N documents of each task.")
+@click.option("--limit", **COUNT, help="Only the first N documents of each task.")
 @click.option(
     "--num-fewshot",
     type=click.IntRange(min=0),
@@ -42,10 +42,7 @@ if TYPE_CHECKING:
     help="Examples before each question (from DIR/TASK.train.jsonl). Default: the task's, mostly 0.",
 )
 @click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Questions per forward pass. Default: by their length; halved if memory runs out.",
+    "--batch-size", **COUNT, help="Questions per forward pass. Default: by their length; halved if memory runs out."
 )
 @click.option(
     "--log-samples", type=PATH, metavar="FILE", help="Write the requests and scores of each document, as JSON lines."
@@ -59,6 +56,7 @@ def command(
     run_path: str,
     choice: "TextChoice",
     stride: int | None,
+    answers: bool,
     step: str,
     log_samples: str | None,
     base: str | None,
@@ -82,6 +80,7 @@ def command(
       pkmlm eval runs/demo --step best --json
       pkmlm eval copied/demo --data moved/tokens
       pkmlm eval runs/demo --tasks piqa,arc_easy --task-data tasks
+      pkmlm eval runs/facts --split valid --answers
       pkmlm eval attached --base gpt2 --text my.txt
       pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
@@ -98,8 +97,14 @@ def command(
                     raise UserError(f"--{name.replace('_', '-')} requires --tasks")
         elif stride is not None and not choice.explicit:
             raise UserError("--stride requires a perplexity", "with --tasks, also give --split or --text")
+        if answers and (choice.text is not None or (options["tasks"] is not None and not choice.explicit)):
+            raise UserError(
+                "--answers: a text has none (expected a split of tokens)", "leave --text out, or give --split"
+            )
         samples = free_file("--log-samples", log_samples, force)
-        found = evaluate_run(run_path, step, choice, world, stride=stride, base=base, quiet=quiet, **options)
+        found = evaluate_run(
+            run_path, step, choice, world, stride=stride, answers=answers, base=base, quiet=quiet, **options
+        )
     if world.rank > 0:
         return
     warnings = list(found.warnings)

@@ -1,5 +1,6 @@
 """`pkmlm export`: a trained model as a folder for `transformers`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -17,7 +18,6 @@ from pkmlm.errors import UserError, printable
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
-    show_default=True,
     help="Precision of the weights; of a memory, only tables: its queries, keys and maps stay in fp32.",
 )
 @click.option(
@@ -29,8 +29,10 @@ from pkmlm.errors import UserError, printable
 def command(run_path: str, output: str, step: str, dtype: str, table_bits: str | None, force: bool) -> None:
     """Write RUN's model as a folder that transformers loads.
 
-    The folder holds weights (safetensors), configuration, tokenizer, model card and the model's code, which does not
-    need pkmlm. `pkmlm eval`, `generate`, `slots`, `probe` and `usage-report` also take such a folder in place of a run.
+    The folder holds weights (safetensors), configuration, tokenizer and model card. A model without memories becomes a
+    Llama, Qwen2, Qwen3, GPT-NeoX or GPT-2, if it computes what one of these does; any other model also has its code in
+    the folder, which does not need pkmlm. `pkmlm eval`, `generate`, `slots`, `probe` and `usage-report` also take such
+    a folder in place of a run.
 
     \b
     Examples:
@@ -46,6 +48,7 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import check_free, write_export
     from pkmlm.memory.base import memories
+    from pkmlm.model.convert import architecture_of
     from pkmlm.model.transformer import Transformer
     from pkmlm.runs.directory import RunDirectory
 
@@ -59,9 +62,11 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
         raise UserError(f"--table-bits: {printable(loaded.name)} has no tables", "leave it out")
     origin = Origin(loaded.name, loaded.step, loaded.tokens)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-    scores, package = known_scores(run, loaded.step), loaded.tokenizer.package
-    card = card_of(loaded.recipe, origin, parameters, dtype, bits, scores, package)
     assert isinstance(loaded.model, Transformer)  # as every run's is
+    rows = loaded.model.embedding.num_embeddings
+    architecture = architecture_of(replace(loaded.recipe.model, vocab_size=rows))
+    package = loaded.tokenizer.package if architecture is None else None
+    card = card_of(loaded.recipe, origin, parameters, dtype, bits, known_scores(run, loaded.step), package)
     size = write_export(
         folder,
         loaded.model,
@@ -69,11 +74,13 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
         loaded.tokenizer,
         origin,
         card,
+        architecture=architecture,
         dtype=dtype,
         table_bits=bits,
         force=force,
     )
+    kind = "" if architecture is None else f", as {architecture.CLASS}"
     click.echo(
         f"{printable(output)}: {printable(loaded.name)} at step {loaded.step:,}, {parameters:,} parameters, "
-        f"{size / 1e6:,.1f} MB in {dtype}{f', tables in {bits} bits' if bits else ''}"
+        f"{size / 1e6:,.1f} MB in {dtype}{f', tables in {bits} bits' if bits else ''}{kind}"
     )

@@ -5,46 +5,30 @@ import sys
 
 import click
 
-from pkmlm.cli.options import PATH, base_option, prompt_argument, refuse_nan, step_option
+from pkmlm.cli.options import COUNT, PATH, base_option, prompt_argument, step_option
 from pkmlm.errors import UserError, printable
 
 
 @click.command()
 @click.argument("run_path", type=PATH, metavar="RUN")
 @prompt_argument
-@click.option(
-    "-n",
-    "--tokens",
-    default=200,
-    show_default=True,
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Maximum number of tokens to add.",
-)
+@click.option("-n", "--tokens", default=200, **COUNT, help="Maximum number of tokens to add.")
 @click.option(
     "--temperature",
     default=0.8,
-    show_default=True,
     metavar="X",
     type=click.FloatRange(min=0, max=math.inf, max_open=True),
-    callback=refuse_nan,
     help="Flattens (above 1) or sharpens the choice; 0 takes the most likely token.",
 )
-@click.option("--top-k", metavar="N", type=click.IntRange(min=1), help="Choose among the N most likely tokens.")
+@click.option("--top-k", **COUNT, help="Choose among the N most likely tokens.")
 @click.option(
     "--top-p",
     metavar="X",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    callback=refuse_nan,
     help="Choose among the most likely tokens that together have this probability.",
 )
 @click.option(
-    "--seed",
-    default=1,
-    show_default=True,
-    type=click.IntRange(0, 2**63 - 1),
-    metavar="N",
-    help="The same seed draws the same text.",
+    "--seed", default=1, type=click.IntRange(0, 2**63 - 1), metavar="N", help="The same seed draws the same text."
 )
 @step_option
 @base_option

@@ -12,6 +12,7 @@ MANUAL = Path(__file__).parents[1] / "manual"
 TOPICS = (  # in the order in which a new user needs them
     "data",
     "training",
+    "pretrained",
     "finetuning",
     "evaluation",
     "usage",

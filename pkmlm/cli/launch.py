@@ -1,8 +1,8 @@
 """`pkmlm train --nproc N`: several processes on this machine, started by torchrun within this one.
 
-`python -m pkmlm.cli.launch PID ARGUMENTS...` runs a command for the process PID that has started it. If that process
-dies without asking its children to stop (when it is killed, say), Linux sends this one SIGTERM, and training saves a
-checkpoint and ends. On other systems the command runs on.
+`main` is where those processes begin, as do the commands of a sweep (`environment.child_command`). If the process that
+has started one dies without asking its children to stop (when it is killed, say), Linux sends the child SIGTERM, and
+training saves a checkpoint and ends. On other systems the command runs on.
 """
 
 import ctypes
@@ -13,7 +13,8 @@ import sys
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-from pkmlm.environment import collective_timeout, launched_processes, usable_cores
+import pkmlm
+from pkmlm.environment import child_command, collective_timeout, launched_processes, source_sha256, usable_cores
 from pkmlm.errors import UserError
 from pkmlm.signals import EXIT_CODES, handled, signal_name
 
@@ -68,7 +69,7 @@ def launch(processes: int) -> int:
         # Signals that torchrun handles itself hide the exit codes, and cut off a save that takes over half a minute.
         options = ["--standalone", "--local-addr=127.0.0.1", f"--log-dir={logs}", "--signals-to-handle=SIGQUIT"]
         # Without "--", torchrun would take our --nproc for an abbreviation of its own option.
-        command = ["-m", "--", "pkmlm.cli.launch", str(os.getpid()), *sys.argv[1:]]
+        command = ["--no-python", "--", *child_command(sys.argv[1:])]
         try:
             torchrun([*options, f"--nproc-per-node={processes}", *command])
             return 0
@@ -84,17 +85,24 @@ def launch(processes: int) -> int:
     return min(ended) if ended else EXIT_CODES[-max(codes.values())]  # a signal that came before they had handlers
 
 
-def main() -> None:
-    """Run a command, unless the process that started it has already died."""
-    from pkmlm.cli import main as command
+def main(parent: int, source: str) -> None:
+    """Run this process's command line, unless the process that has started it has already died.
 
-    parent, sys.argv = int(sys.argv[1]), ["pkmlm", *sys.argv[2:]]
+    Args:
+        parent: the id of that process.
+        source: the `source_sha256` of its code. Where that has been edited or replaced since, the command is refused:
+            one sweep's numbers are those of one code.
+    """
+    from pkmlm.cli import main as command
+    from pkmlm.cli import print_error
+
+    sys.argv[0] = "pkmlm"
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == parent:
-        command()
-
-
-if __name__ == "__main__":
-    main()
+    if os.getppid() != parent:
+        return
+    if source_sha256() != source:
+        message = f"the code of pkmlm in {os.path.dirname(pkmlm.__file__)} has changed since this command was started"
+        sys.exit(print_error(UserError(message, "give the command again: it goes on with the new code", exit_code=1)))
+    command()

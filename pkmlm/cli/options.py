@@ -1,7 +1,6 @@
 """Options that several commands share."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -13,6 +12,7 @@ from pkmlm.report.equal import OVERS
 
 Command = Callable[..., Any]
 PATH = click.Path(readable=False)  # any name, which a shell can complete; the commands check it
+COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}  # of options that are a number of something
 
 
 class RecipePath(click.Path):
@@ -36,7 +36,6 @@ set_option = click.option(
 step_option = click.option(
     "--step",
     default="latest",
-    show_default=True,
     metavar="latest|best|N",
     help="Which checkpoint of the run to read.",
 )
@@ -66,9 +65,8 @@ prompt_argument = click.argument("prompt", required=False, callback=readable)
 field_option = click.option(
     "--field",
     default="text",
-    show_default=True,
     metavar="NAME",
-    help="Key or column that holds the text; null is an empty document.",
+    help="Key or column that holds the text, or a field of it (doc.text); null is an empty document.",
 )
 separator_option = click.option(
     "--separator",
@@ -76,21 +74,6 @@ separator_option = click.option(
     callback=unescaped,
     help=r"What separates documents in text, e.g. '\n\n\n'. Default: a file is one document.",
 )
-
-
-def format_options(command: Command, formats: Sequence[str]) -> Command:
-    """Add `--format` with these choices, if there are any, and its shorthand `--json`: the command's `shown_as`."""
-    command = click.option("--json", "shown_as", flag_value="json", default="table", help="Print JSON.")(command)
-    if not formats:
-        return command
-    return click.option(
-        "--format",
-        "shown_as",
-        type=click.Choice(formats),
-        default="table",
-        show_default=True,
-        help="Tables for a terminal, a page or a paper; in other formats, numbers are unrounded.",
-    )(command)
 
 
 def several(kind: click.ParamType) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
@@ -111,13 +94,6 @@ over_option = click.option(
 )
 
 
-def refuse_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """The value of an option; refuses NaN, which passes any range."""
-    if value is not None and math.isnan(value):
-        raise click.BadParameter("nan is not a number", context, parameter)
-    return value
-
-
 def plot_options(command: Command) -> Command:
     """Add the options that say how pictures are written. The command receives `plot_format` (names) and `plot_width`
     (inches, or None).
@@ -126,14 +102,12 @@ def plot_options(command: Command) -> Command:
         click.option(
             "--plot-width",
             type=click.FloatRange(3, 20),
-            callback=refuse_nan,
             metavar="INCHES",
             help="Width of pictures for a paper, without titles; 3.3 fits a column. Default: 6, with titles.",
         ),
         click.option(
             "--plot-format",
             default="png",
-            show_default=True,
             callback=several(click.Choice(["png", "pdf", "svg"])),
             metavar="png,pdf,svg",
             help="Formats of pictures: one or several.",
@@ -192,7 +166,7 @@ def text_options(command: Command, reads_train: bool = False) -> Command:
             multiple=True,
             callback=only_one,
             metavar="FILE",
-            help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).",
+            help="Any text that `pkmlm tokenize` reads, instead of a split.",
         ),
         click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test."),
     ):

@@ -54,8 +54,6 @@ def free_tokens(shown: str, force: bool) -> Path:
     """
     from pkmlm.data.corpus import OWN_FILES
 
-    if not shown:
-        raise UserError("-o '': the name is empty (expected that of a folder)")
     folder = Path(os.path.realpath(shown))
     refuse_fixed(shown, folder)
     if not folder.exists():

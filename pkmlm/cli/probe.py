@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, base_option, force_option, quiet_option, step_option, text_options
+from pkmlm.cli.options import COUNT, PATH, base_option, force_option, quiet_option, step_option, text_options
 from pkmlm.cli.show import DRAW, NO_CSV, Output, report_options
 
 if TYPE_CHECKING:
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 @partial(text_options, reads_train=True)
 @click.option(
     "--fit-tokens",
-    type=click.IntRange(min=1),
     default=1_000_000,
-    show_default=True,
-    metavar="N",
+    **COUNT,
     help="Tokens of the train split, evenly spaced, over which means are taken. More tokens cover more pairs.",
 )
 @base_option

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import click
 
-from pkmlm.cli.options import PATH, Command, format_options, given, plot_options
+from pkmlm.cli.options import PATH, Command, given, plot_options
 from pkmlm.cli.outputs import refuse_read_only
 from pkmlm.console import Table, say_drawn, warn_each
 from pkmlm.errors import UserError
@@ -115,6 +115,16 @@ def report_options(formats: Sequence[Form] = get_args(Form), plots: str = "") ->
             how = {name: options.pop(name) for name in Output._fields if name in options}
             return command(out=Output(**how), **options)
 
-        return format_options(showing, formats)
+        in_json = click.option(
+            "--json", "shown_as", flag_value="json", default="table", show_default=False, help="Print JSON."
+        )
+        in_any = click.option(
+            "--format",
+            "shown_as",
+            type=click.Choice(formats),
+            default="table",
+            help="Tables for a terminal, a page or a paper; in other formats, numbers are unrounded.",
+        )
+        return in_any(in_json(showing)) if formats else in_json(showing)
 
     return add

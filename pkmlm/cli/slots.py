@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, base_option, prompt_argument, quiet_option, step_option, text_options
+from pkmlm.cli.options import COUNT, PATH, base_option, prompt_argument, quiet_option, step_option, text_options
 from pkmlm.cli.show import NO_CSV, Output, report_options
 from pkmlm.console import Table
 from pkmlm.errors import UserError
@@ -24,8 +24,7 @@ DEFAULT_TOP = {"slots": 20, "contexts": 10, "reads": 3}  # rows of each report
 @text_options
 @click.option(
     "--top",
-    type=click.IntRange(min=1),
-    metavar="N",
+    **COUNT,
     help=f"How many to show. Default: {DEFAULT_TOP['slots']} slots; with --slot, {DEFAULT_TOP['contexts']} contexts "
     f"of it; with PROMPT, {DEFAULT_TOP['reads']} slots for each token.",
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from pkmlm.cli.options import PATH, RECIPE, over_option, plot_options, quiet_option, set_option
+from pkmlm.cli.options import COUNT, PATH, RECIPE, over_option, plot_options, quiet_option, set_option
 from pkmlm.cli.show import NO_CSV, Output, report_options
 from pkmlm.console import warn_each
 from pkmlm.errors import UserError
@@ -19,9 +19,7 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
 @click.option("-o", "--output", type=PATH, metavar="DIR", help="The folder for runs, table, plots and results.json.")
 @click.option("--scale", metavar="NAME", help="One of the grid's scales, e.g. cpu, gpu or paper. Default: its first.")
 @set_option
-@click.option(
-    "--jobs", metavar="N", type=click.IntRange(min=1), help="Cells at a time. Default: 1, or one per --device."
-)
+@click.option("--jobs", **COUNT, help="Cells at a time. Default: 1, or one per --device.")
 @click.option("--device", "devices", metavar="N,...", help="GPUs to use, a cell on each. Default: the first.")
 @click.option("--task-data", type=PATH, metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
 @click.option("--dry-run", is_flag=True, help="Show what each point costs and how long it trains here; train nothing.")
@@ -64,7 +62,7 @@ def command(
       pkmlm sweep my-grid.yaml -o sweeps/mine --table --format latex > table.tex
     """
     from pkmlm.report.plots import Look
-    from pkmlm.sweep.run import open_sweep, run_sweep, seconds_of_steps
+    from pkmlm.sweep.run import Workers, open_sweep, run_sweep, seconds_of_steps
 
     results, folder = open_sweep(
         Path(grid_file),
@@ -93,9 +91,7 @@ def command(
         look=Look(out.plot_format, out.plot_width),
         table_only=table_only,
         retime=retime,
-        jobs=jobs or len(gpus) or 1,
-        devices=gpus,
-        task_data=task_data,
+        workers=Workers(jobs or len(gpus) or 1, gpus, task_data),
         quiet=quiet,
     )
 

@@ -71,27 +71,24 @@ def held_out(context: click.Context) -> dict[str, float]:
 @click.option("--test", multiple=True, type=PATH, metavar="FILE...|P%", help="Text to test on, likewise.")
 @click.option("-o", "--output", required=True, type=PATH, metavar="DIR", help="Folder to write, new or empty.")
 @click.option(
-    "--vocab-size",
-    type=click.IntRange(1, 1 << 24),
-    metavar="N",
-    help="Size of the vocabulary to learn. Default: 8192.",
+    "--vocab-size", type=click.IntRange(1, 1 << 24), metavar="N", help="Size of the vocabulary to learn. Default: 8192."
 )
 @click.option(
-    "--model-type",
-    type=click.Choice(["bpe", "unigram"]),
-    default="bpe",
-    show_default=True,
-    help="Kind of SentencePiece model to learn.",
+    "--model-type", type=click.Choice(["bpe", "unigram"]), default="bpe", help="Kind of SentencePiece model to learn."
 )
 @click.option(
     "--tokenizer",
     "model",
     type=click.Path(readable=False, path_type=Path),
-    metavar="FILE",
-    help="Use this SentencePiece model, or this tokenizer.json of a byte-level BPE; learn none.",
+    metavar="FILE|DIR",
+    help="Use this SentencePiece model or tokenizer.json of a byte-level BPE, or that of this folder; learn none.",
 )
-@click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
+@click.option(
+    "--format", type=click.Choice(["txt", "jsonl", "parquet", "arrow"]), help="Format of all input. Default: by name."
+)
 @field_option
+@click.option("--prompt", metavar="FIELD", help="Field of a prompt, which is read, but not learnt; with --answer.")
+@click.option("--answer", metavar="FIELD", help="Field of the text that follows the prompt, and is learnt.")
 @separator_option
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")
@@ -109,6 +106,8 @@ def command(
     model: Path | None,
     format: str | None,
     field: str,
+    prompt: str | None,
+    answer: str | None,
     separator: str | None,
     jobs: int | None,
     force: bool,
@@ -117,12 +116,16 @@ def command(
 ) -> None:
     """Learn a tokenizer from text, and turn the text into tokens without losing a byte.
 
-    Reads .txt, .jsonl and .parquet, plain, .gz or .zst; quoted globs; and - for standard input (text, unless
-    --format says otherwise). Files are read in the order of their names. The tokenizer is learnt from at most
-    32 MiB of TRAIN, chosen at random. DIR is the same, byte for byte, on every run and for any --jobs.
+    Reads .txt, .jsonl, .parquet and .arrow, plain, .gz, .xz, .bz2 or .zst; quoted globs; folders that save_to_disk of
+    Hugging Face's datasets wrote; and - for standard input (text, unless --format says otherwise). Files are read in
+    the order of their names. The tokenizer is learnt from at most 32 MiB of TRAIN, chosen at random. DIR is the same,
+    byte for byte, on every run and for any --jobs.
 
     With a percentage, --valid and --test hold out documents of TRAIN, chosen by a hash of their text: the choice does
     not depend on other documents, and copies of a document stay together.
+
+    With --prompt and --answer, a document is a row's prompt followed by its answer. Training and evaluation read both,
+    but learn and score the answer alone.
 
     Several machines can share the work: each tokenizes some of the files into a DIR of its own, all with one
     --tokenizer, and a recipe lists the folders: data: {dir: [data/1, data/2]}.
@@ -136,6 +139,8 @@ def command(
       pkmlm tokenize 'web/*.jsonl.gz' --vocab-size 32000 -o data/web
       zcat news.gz | pkmlm tokenize - --tokenizer my.model -o data/news
       pkmlm tokenize book.txt --tokenizer gpt2/tokenizer.json -o data/book
+      pkmlm tokenize facts.jsonl --prompt question --answer answer -o data/facts
+      pkmlm tokenize saved/train --valid saved/test --field doc.text -o data/saved
     """
     from pkmlm.data.shards import tokenize
 
@@ -153,7 +158,8 @@ def command(
             model_type=model_type,
             format=format,
             separator=separator,
-            field=field,
+            field=field if prompt is None else prompt,
+            answer=answer,
             jobs=jobs or usable_cores(),
             replace=force,
             progress=report,
@@ -164,6 +170,10 @@ def command(
 
 def check_options(context: click.Context) -> None:
     """Refuse options that exclude each other."""
+    if given(context, "prompt") != given(context, "answer"):
+        raise click.UsageError("--prompt and --answer go together (expected both, or none).")
+    if given(context, "answer") and given(context, "field"):
+        raise click.UsageError("--field and --answer exclude each other.")
     learns = [f"--{name}" for name in ("vocab-size", "model-type") if given(context, name.replace("-", "_"))]
     if given(context, "model") and learns:
         raise click.UsageError(f"{learns[0]} is for learning a tokenizer, and --tokenizer gives one.")

@@ -18,8 +18,14 @@ from pkmlm.errors import UserError
     "--resume",
     type=click.Choice(["auto", "must", "never"]),
     default="auto",
-    show_default=True,
     help="Resume from RUN's latest checkpoint: auto, if there is one; must: fail without one; never: fail with one.",
+)
+@click.option(
+    "--allow-change",
+    "allowed",
+    multiple=True,
+    metavar="KEY",
+    help="A key such as optim.lr that a resumed run may have otherwise than its checkpoint; run.json records it.",
 )
 @click.option(
     "--dry-run", "dry", is_flag=True, help="Count parameters, estimate memory and run one batch; write nothing."
@@ -36,6 +42,7 @@ def command(
     output: str | None,
     overrides: tuple[str, ...],
     resume: str,
+    allowed: tuple[str, ...],
     dry: bool,
     verify: bool,
     nproc: int | None,
@@ -51,6 +58,7 @@ def command(
     Examples:
       pkmlm train demo -o runs/demo
       pkmlm train my.yaml -o runs/a -s data.dir=data/mine -s train.steps=2000
+      pkmlm train my.yaml -o runs/a -s optim.lr=1e-3 --allow-change optim.lr
       pkmlm train my.yaml --dry-run
       pkmlm train my.yaml -o runs/b --nproc 4 -s parallel.memory=2
       torchrun --nproc-per-node 4 -m pkmlm train my.yaml -o runs/b
@@ -76,6 +84,6 @@ def command(
         with world.collective_errors():
             job = job or open_job(recipe_file, overrides, world.size, verify=verify and world.rank == 0)
         if dry:
-            dry_run(job, output, world, resume=resume)
+            dry_run(job, output, world, resume=resume, allowed=allowed)
             return 0
-        return train(job, str(output), world, resume=resume, quiet=quiet)
+        return train(job, str(output), world, resume=resume, allowed=allowed, quiet=quiet)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, base_option, force_option, given, quiet_option, several, text_options
+from pkmlm.cli.options import COUNT, PATH, base_option, force_option, given, quiet_option, several, text_options
 from pkmlm.cli.outputs import free_file
 from pkmlm.cli.show import DRAW, Output, report_options
 from pkmlm.environment import launched_processes
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     "--step",
     "steps",
     default="latest",
-    show_default=True,
     metavar="S,...",
     callback=several(click.STRING),
     help="Which checkpoint of each run: latest, best or a number; or several, side by side.",
@@ -52,17 +51,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--batches",
-    type=click.IntRange(1),
     default=1000,
-    show_default=True,
-    metavar="N",
+    **COUNT,
     help="With --background: batches to count, evenly spread over the text; all, if it has fewer.",
 )
 @click.option(
-    "--batch-tokens",
-    type=click.IntRange(1),
-    metavar="N",
-    help="With --background: tokens of a batch. Default: as in a step of the run's training.",
+    "--batch-tokens", **COUNT, help="With --background: tokens of a batch. Default: as in a step of the run's training."
 )
 @base_option
 @force_option

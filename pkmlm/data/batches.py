@@ -3,6 +3,7 @@
 B: sequences; T: positions (the context).
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from pkmlm.seeds import derived_seed
 
 IGNORED = -100  # marks a target that is not scored, as in torch; the loss ignores every negative target
 ROUNDS = 6
+LENGTHS = 8  # sequences that are cut have a multiple of this: what compiles or plans for a shape meets few of them
 
 
 class Batch(NamedTuple):
@@ -27,9 +29,10 @@ class Batches:
 
     An epoch is one stream of tokens, every document followed by the end-of-document token, cut into pieces of `context`
     targets; the input of a piece is the token before it and all of the piece but its last token. The stream's first
-    input is the end-of-document token, so every document starts after one. The stream's last piece may be short: its
-    input continues at the start of the stream, and those targets are not scored. Each token is thus scored once an
-    epoch. In the first epoch the documents stand as in the corpus; in each later one they are shuffled anew.
+    input is the end-of-document token, so every document starts after one; as an input it is the tokenizer's `begin`.
+    The stream's last piece may be short: its input continues at the start of the stream, and those targets are not
+    scored. Each token is thus scored once an epoch. In the first epoch the documents stand as in the corpus; in each
+    later one they are shuffled anew. Prompts are read, but not scored.
 
     Args:
         corpus: the training split.
@@ -46,14 +49,17 @@ class Batches:
     @classmethod
     def of(cls, corpus: Corpus, recipe: Recipe) -> "Batches":
         """The batches that a recipe asks for."""
-        return cls(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
+        kind = cls if recipe.data.pack else UnpackedBatches
+        return kind(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
 
     def scored(self, step: int) -> int:
         """The number of scored targets in the global batch of `step` (from 1)."""
-        last = self.corpus.tokens - (self.pieces - 1) * self.context
-        missing = self.context - last
-        short = sum(number == self.pieces - 1 for _, number in self._numbers(step, 0, self.batch))
-        return self.batch * self.context - missing * short
+        return sum(self._scored(epoch, number) for epoch, number in self._numbers(step, 0, self.batch))
+
+    def _scored(self, epoch: int, number: int) -> int:
+        """The scored targets of one piece."""
+        start, stop = number * self.context, min((number + 1) * self.context, self.corpus.tokens)
+        return int(self._stream(epoch).learnt(start, stop).sum()) if self.corpus.has_answers else stop - start
 
     def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
         """Micro-batch `index` (from 0) of global batch `step` (from 1) for one rank; int64 on the CPU.
@@ -84,9 +90,12 @@ class Batches:
             stream = np.concatenate([[self.corpus.eos], stream])
         targets = np.full(self.context, IGNORED)
         targets[: len(stream) - 1] = stream[1:]
+        if self.corpus.has_answers:
+            learnt = documents.learnt(start, min(stop, self.corpus.tokens))
+            targets[: len(learnt)][~learnt] = IGNORED
         while len(stream) < self.context:
             stream = np.concatenate([stream, documents.read(0, min(self.corpus.tokens, self.context - len(stream)))])
-        return stream[: self.context], targets
+        return self.corpus.as_input(stream[: self.context]), targets
 
     def _numbers(self, step: int, first: int, size: int) -> list[tuple[int, int]]:
         """The epochs and pieces of `size` sequences of a global batch, in order, from sequence `first` on."""
@@ -100,6 +109,38 @@ class Batches:
                 positions[epochs == epoch], self.pieces, derived_seed(self.seed, "order", epoch)
             ).tolist()
         ]
+
+
+class UnpackedBatches(Batches):
+    """The same with a document in each sequence, in place of a piece of the stream: what is left of the sequence is not
+    scored. Of a document that is longer than the context, the last tokens are read. The sequences of a micro-batch are
+    as long as the longest document in it, rounded up: what nobody reads costs nothing.
+    """
+
+    def __init__(self, corpus: Corpus, context: int, sequences: int, seed: int):
+        super().__init__(corpus, context, sequences, seed)
+        self.pieces = corpus.documents
+
+    def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
+        tokens_BT, targets_BT = super().micro_batch(step, index, size, rank, world)
+        together = self._numbers(step, index * world * size, world * size)  # all ranks' sequences are equally long
+        longest = max(int(np.diff(self.corpus.boundaries(number, number + 1))[0]) for _, number in together)
+        length = min(self.context, -(-longest // LENGTHS) * LENGTHS)
+        return Batch(tokens_BT[:, :length], targets_BT[:, :length])
+
+    def _scored(self, epoch: int, number: int) -> int:
+        return min(self.context, int(self.corpus.answer_lengths(number, number + 1)[0]))
+
+    def _piece(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        start, stop = self.corpus.boundaries(number, number + 1).tolist()
+        document = self.corpus.read(max(start, stop - self.context - 1), stop)
+        if stop - start <= self.context:
+            document = np.concatenate([[self.corpus.begin], document])
+        length, learnt = len(document) - 1, self._scored(epoch, number)
+        tokens, targets = np.full(self.context, self.corpus.begin), np.full(self.context, IGNORED)
+        tokens[:length] = document[:-1]
+        targets[length - learnt : length] = document[-learnt:]
+        return tokens, targets
 
 
 class Shuffled:
@@ -122,14 +163,21 @@ class Shuffled:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids from `start` up to `stop`: int64, (stop - start,)."""
-        parts, at = [np.empty(0, np.int64)], start
+        parts = [self.corpus.read(*part) for part in self._parts(start, stop)]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def learnt(self, start: int, stop: int) -> np.ndarray:
+        """Which of them are learnt: bool, (stop - start,)."""
+        return np.concatenate([np.empty(0, bool), *(self.corpus.learnt(*part) for part in self._parts(start, stop))])
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where in the corpus the ids from `start` up to `stop` are."""
         document = int(np.searchsorted(self._to, start, "right")) - 1
-        while at < stop:
+        while start < stop:
             end = min(stop, int(self._to[document + 1]))
-            first = int(self._from[document]) + at - int(self._to[document])
-            parts.append(self.corpus.read(first, first + end - at))
-            at, document = end, document + 1
-        return np.concatenate(parts)
+            first = int(self._from[document]) + start - int(self._to[document])
+            yield first, first + end - start
+            start, document = end, document + 1
 
 
 def permute(positions: np.ndarray, size: int, seed: int) -> np.ndarray:

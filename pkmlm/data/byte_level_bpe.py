@@ -19,6 +19,7 @@ from pkmlm.files import check_json
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what tokenizers call the end of a text
 HINT = "use a byte-level BPE such as GPT-2's, or leave out --tokenizer to learn one"
+SENTENCEPIECE_HINT = "it was made of a SentencePiece model: give that model, mostly a file called tokenizer.model"
 # How vocabularies write bytes: those that are printable in Latin-1 as that character, the others as U+0100, U+0101, ...
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -51,7 +52,7 @@ class ByteLevelBPE:
     """A byte-level BPE, as used by `Tokenizer`, which documents the attributes and methods.
 
     `model_bytes` is the file without what would change a text or its ids (an NFC normalizer, truncation, padding,
-    dropout), and with a template that puts `eos` before a text. The name of a special token in a text is plain text.
+    dropout), and with a template that puts `begin` before a text. The name of a special token in a text is plain text.
     """
 
     file = BYTE_LEVEL_FILE
@@ -74,11 +75,12 @@ class ByteLevelBPE:
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"{name} is not a tokenizer.json, or is damaged: {error}", HINT) from None
         end = end_of(spec["added_tokens"], name)
-        self.model_bytes = settled(spec, end)
+        begin = beginning_of(spec) or end
+        self.model_bytes = settled(spec, begin)
         self._backend = self._parse(self.model_bytes)
         # A file that this class wrote is kept as it is: its digest must not depend on how a later library writes it.
         if self.model_bytes != model_bytes:
-            self.model_bytes = settled(json.loads(self._backend.to_str()), end)
+            self.model_bytes = settled(json.loads(self._backend.to_str()), begin)
         vocabulary, added = self._backend.get_vocab(), self._backend.get_added_tokens_decoder()
         self.size = 1 + max(vocabulary.values())
         needed = {letter: byte for letter, byte in LETTERS.items() if byte not in NOT_IN_UTF8}
@@ -93,14 +95,19 @@ class ByteLevelBPE:
         for i, token in added.items():
             self._spelt[i] = b"" if token.special else token.content.encode()
         self.eos = self.pad = vocabulary[end]
+        self.begin = vocabulary[begin]
         self.transformers_config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **dict.fromkeys(("bos_token", "eos_token", "pad_token"), end),
+            "bos_token": begin,
+            **dict.fromkeys(("eos_token", "pad_token"), end),
             "split_special_tokens": True,
             "clean_up_tokenization_spaces": False,
             "model_input_names": ["input_ids", "attention_mask"],
         }
         self._ids("".join(f"a {token.content} b" for token in added.values()))
+
+    def as_json(self) -> tuple[bytes, dict[str, Any]]:
+        return self.model_bytes, self.transformers_config
 
     def encode(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         if threads == 1:
@@ -142,10 +149,13 @@ class ByteLevelBPE:
 
 def check_kind(spec: Mapping[str, Any], name: str) -> None:
     """Refuse (UserError) a tokenizer that is not byte-level, or that changes text before it encodes it."""
+    if "model" not in spec:
+        raise ValueError("it has no key 'model'")
     decoder, pre_tokenizer = kinds(spec.get("decoder")), kinds(spec.get("pre_tokenizer"))
     if decoder != ["ByteLevel"] or "ByteLevel" not in pre_tokenizer:
         found = f"decoder {', '.join(decoder) or 'none'}, pre_tokenizer {', '.join(pre_tokenizer) or 'none'}"
-        raise UserError(f"{name} is not byte-level: found {found} (expected ByteLevel)", HINT)
+        hint = SENTENCEPIECE_HINT if "ByteFallback" in decoder else HINT
+        raise UserError(f"{name} is not byte-level: found {found} (expected ByteLevel)", hint)
     if others := [each for each in kinds(spec.get("normalizer")) if each != "NFC"]:
         raise UserError(f"{name} is lossy: its normalizer {others[0]} changes text", HINT)
     model = spec.get("model")
@@ -165,13 +175,18 @@ def library_errors(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {error}", HINT) from None
 
 
-def kinds(part: Any) -> list[str]:
-    """The type of a part of a tokenizer; for a Sequence, the types of its members."""
+def parts(part: Any) -> list[dict[str, Any]]:
+    """A part of a tokenizer; of a Sequence, its members."""
     if not isinstance(part, dict):
         return []
     if part.get("type") != "Sequence":
-        return [str(part.get("type"))]
-    return [each for value in part.values() if isinstance(value, list) for inner in value for each in kinds(inner)]
+        return [part]
+    return [each for value in part.values() if isinstance(value, list) for inner in value for each in parts(inner)]
+
+
+def kinds(part: Any) -> list[str]:
+    """The type of a part of a tokenizer; of a Sequence, the types of its members."""
+    return [str(each.get("type")) for each in parts(part)]
 
 
 def end_of(tokens: Sequence[AddedToken], name: str) -> str:
@@ -190,15 +205,27 @@ def end_of(tokens: Sequence[AddedToken], name: str) -> str:
     return end
 
 
-def settled(spec: Mapping[str, Any], end: str) -> bytes:
-    """The tokenizer.json of a tokenizer that changes no text and puts `end` before it, always written the same way."""
-    place = next(token["id"] for token in spec["added_tokens"] if token["content"] == end)
-    first, text = {"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+def beginning_of(spec: Mapping[str, Any]) -> str | None:
+    """The special token that the file puts before a text; None: there is none."""
+    specials = {token["content"] for token in spec["added_tokens"] if token["special"]}
+    for part in parts(spec.get("post_processor")):
+        template = part.get("single")
+        first = template[0] if isinstance(template, list) and template else None
+        inner = first.get("SpecialToken") if isinstance(first, dict) else None
+        if isinstance(inner, dict) and inner.get("id") in specials:
+            return str(inner["id"])
+    return None
+
+
+def settled(spec: Mapping[str, Any], begin: str) -> bytes:
+    """A tokenizer.json that changes no text and puts `begin` before it, always written the same way."""
+    place = next(token["id"] for token in spec["added_tokens"] if token["content"] == begin)
+    first, text = {"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     template = {
         "type": "TemplateProcessing",
         "single": [first, text],
         "pair": [first, text, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {end: {"id": end, "ids": [place], "tokens": [end]}},
+        "special_tokens": {begin: {"id": begin, "ids": [place], "tokens": [begin]}},
     }
     content = {
         **spec,

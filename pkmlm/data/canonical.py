@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 def canonical_ids(tokenizer: Tokenizer, rows: int, merge: bool = True) -> np.ndarray:
     """The canonical id of each token: int64, (V,), below V.
 
-    0 is the id of the end-of-document token, beyond which n-grams do not look back, and also means "no token". The
-    others are numbered from 1 in the order of their first tokens. A token that is not text by itself, such as a control
-    token or a part of a character, has an id of its own.
+    0 is the id of the tokens that end and begin a document, beyond which n-grams do not look back, and also means "no
+    token". The others are numbered from 1 in the order of their first tokens. A token that is not text by itself, such
+    as a control token or a part of a character, has an id of its own.
 
     Args:
         rows: rows of the embedding (V); at least the tokenizer's size.
         merge: False gives every token an id of its own.
     """
-    names: dict[str | int, int] = {tokenizer.eos: 0}
+    ends = (tokenizer.eos, tokenizer.begin)
+    names: dict[str | int, int] = dict.fromkeys(ends, 0)
     ids = []
     for token in range(rows):
         name: str | int = token
-        if merge and token < tokenizer.size and token != tokenizer.eos:
+        if merge and token < tokenizer.size and token not in ends:
             piece = tokenizer.piece(token)
             if tokenizer.decode([token]) == piece:
                 name = canonical_text(piece) or token
-        ids.append(names.setdefault(name, len(names)))
+        ids.append(names.setdefault(name, len(names) - len({*ends}) + 1))
     return np.array(ids, np.int64)
 
 

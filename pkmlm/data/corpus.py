@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +25,7 @@ from pkmlm.errors import UserError, read_errors
 from pkmlm.files import open_file, read_bytes, sha256_of, size_of, write_json
 
 FILE = "index.json"
-OWN_FILES = re.compile(r"index\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents)")
+OWN_FILES = re.compile(r"index\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents|\.answers)")
 
 Folders = str | Path | Sequence[str | Path]  # one folder that `pkmlm tokenize -o` wrote, or several with one tokenizer
 
@@ -53,7 +53,7 @@ class Origin:
 
 @dataclass(frozen=True, config=STRICT)
 class Split:
-    """`tokens` includes the `eos` of each document; `words` and `bytes` (UTF-8) count the text."""
+    """`tokens` includes the `eos` of each document; `words` and `bytes` (UTF-8) count the text, without prompts."""
 
     tokens: Count
     documents: Count
@@ -62,6 +62,7 @@ class Split:
     bytes: Count
     shards: tuple[Shard, ...]
     documents_sha256: str
+    answers_sha256: str | None
     sources: tuple[Origin, ...]
 
 
@@ -76,16 +77,13 @@ class Index:
     dtype: Literal["uint16", "uint32"]
     vocab_size: Count
     eos: Count
+    begin: Count
     tokenizer_sha256: str
     separator: str | None
     splits: dict[str, Split]
     held_out: dict[str, float]
     format: Literal["pkmlm-tokens-2"] = "pkmlm-tokens-2"
     sha256: str = ""
-
-    def shards(self, split: str) -> tuple[Shard, ...]:
-        """The shards of a split; none, if there is no such split."""
-        return self.splits[split].shards if split in self.splits else ()
 
     def sealed(self) -> "Index":
         """The same index with its sha256."""
@@ -104,6 +102,11 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
+def holds_tokens(folder: str | Path) -> bool:
+    """Whether there are tokens in a folder."""
+    return (Path(folder) / FILE).exists()
+
+
 def read_index(folder: Path) -> Index:
     """Read and check the index of a folder that `pkmlm tokenize` wrote.
 
@@ -111,8 +114,9 @@ def read_index(folder: Path) -> Index:
         UserError: the index is missing, damaged or of another format.
     """
     path = folder / FILE
-    if not path.exists():
-        raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
+    if not holds_tokens(folder):
+        hint = f"if they have moved, add -s data.dir=DIR; to make them: pkmlm tokenize TEXT... -o {folder}"
+        raise UserError(f"{folder} holds no tokens (expected {FILE})", hint)
     with read_errors(path):
         content = read_bytes(path)
     try:
@@ -151,9 +155,13 @@ def damaged(path: Path, what: str) -> UserError:
     return UserError(f"{path} is damaged: {what}", "tokenize the text again, or copy the folder again")
 
 
-def content_sha256(shards: Iterable[Shard]) -> str:
-    """What identifies tokens, in these shards: their documents follow from the tokens."""
-    return hashlib.sha256(" ".join(shard.sha256 for shard in shards).encode()).hexdigest()
+def content_sha256(splits: Sequence[Split]) -> str:
+    """What identifies the tokens of a split, in one or several folders, and what is learnt of them. Their documents
+    follow from the tokens.
+    """
+    found = [shard.sha256 for split in splits for shard in split.shards]
+    found += [split.answers_sha256 for split in splits if split.answers_sha256 is not None]
+    return hashlib.sha256(" ".join(found).encode()).hexdigest()
 
 
 # Reading.
@@ -166,7 +174,7 @@ class Corpus:
         folders: where it is, in the order in which they are read; name: what errors call them.
         tokens, documents: their numbers; `tokens` includes each `eos`.
         words, bytes: of the text: words as lm-eval counts them, bytes in UTF-8.
-        eos, vocab_size, tokenizer_sha256: of the tokenizer.
+        eos, begin, vocab_size, tokenizer_sha256: of the tokenizer.
         splits: the names of all splits of the corpus.
         sha256: of this split's tokens: its identity, whatever its sources are called.
         hashes: the `sha256` of the splits "train" and "valid" (if there is one), and under "tokenizer" the tokenizer's:
@@ -196,10 +204,10 @@ class Corpus:
                 + (f", or tokenize again with --{split} FILE" if split in ("valid", "test") else ""),
             )
         first = indexes[0][1]
-        self.eos, self.vocab_size, self.tokenizer_sha256 = first.eos, first.vocab_size, first.tokenizer_sha256
-        hashes = {
-            name: content_sha256(shard for _, index in indexes for shard in index.shards(name)) for name in self.splits
-        }
+        self.eos, self.begin = first.eos, first.begin
+        self.vocab_size, self.tokenizer_sha256 = first.vocab_size, first.tokenizer_sha256
+        held = {name: [index.splits[name] for _, index in indexes if name in index.splits] for name in self.splits}
+        hashes = {name: content_sha256(splits) for name, splits in held.items()}
         self.sha256 = hashes[split]
         self.hashes = {"tokenizer": self.tokenizer_sha256} | {
             name: sha256 for name, sha256 in hashes.items() if name != "test"
@@ -208,6 +216,7 @@ class Corpus:
         self._shards: list[MappedFile] = []
         self._starts: list[int] = []  # the first token of each shard
         self._documents: list[tuple[MappedFile, int, int]] = []  # of a folder, with its first document and first token
+        self._answers: list[MappedFile | None] = []  # of each folder, the numbers of tokens that are learnt
         ids, places = np.dtype(first.dtype).newbyteorder("<"), np.dtype("<i8")
         for folder, index in indexes:
             if split not in index.splits:
@@ -215,6 +224,9 @@ class Corpus:
             about = index.splits[split]
             starts = MappedFile(folder / f"{split}.documents", places, about.documents + 1, about.documents_sha256)
             self._documents.append((starts, self.documents, self.tokens))
+            lengths = folder / f"{split}.answers"
+            digest = about.answers_sha256
+            self._answers.append(None if digest is None else MappedFile(lengths, places, about.documents, digest))
             for shard in about.shards:
                 self._shards.append(MappedFile(folder / shard.name, ids, shard.tokens, shard.sha256))
                 self._starts.append(self.tokens)
@@ -243,6 +255,10 @@ class Corpus:
             shard += 1
         return ids
 
+    def as_input(self, ids: np.ndarray) -> np.ndarray:
+        """Ids of the stream as a model reads them: what ends a document begins the next one."""
+        return ids if self.begin == self.eos else np.where(ids == self.eos, self.begin, ids)
+
     def boundaries(self, first: int, stop: int) -> np.ndarray:
         """Where documents `first` up to `stop` begin and where the last of them ends: int64, (stop - first + 1,).
 
@@ -260,9 +276,45 @@ class Corpus:
         return np.concatenate([*(each[:-1] for each in places), places[-1][-1:]])
 
     def document(self, i: int) -> np.ndarray:
-        """The ids of document `i` (from 0), without its `eos`: int64, (n,); raises as `boundaries` and `read` do."""
-        start, stop = self.boundaries(i, i + 1).tolist()
-        return self.read(start, stop - 1)
+        """The ids of document `i` (from 0), without its `eos`: integers, (n,), mapped from its file unless that ends
+        within the document; raises as `boundaries` and `read` do.
+        """
+        start, end = self.boundaries(i, i + 1).tolist()
+        shard, stop = bisect_right(self._starts, start) - 1, end - 1
+        offset = start - self._starts[shard]
+        ids = np.asarray(self._shards[shard].read(offset, offset + stop - start))
+        return ids if len(ids) == stop - start else self.read(start, stop)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether documents have prompts, of which nothing is learnt."""
+        return any(lengths is not None for lengths in self._answers)
+
+    def answer_lengths(self, first: int, stop: int) -> np.ndarray:
+        """How many tokens at the end of documents `first` up to `stop` are learnt, each with its `eos`: int64; all of a
+        document without a prompt. Raises as `boundaries` does.
+        """
+        found = np.diff(self.boundaries(first, stop))
+        for (_, document, _), lengths in zip(self._documents, self._answers, strict=True):
+            if lengths is not None:
+                begin, end = max(first - document, 0), min(stop - document, lengths.size)
+                if begin < end:
+                    found[document + begin - first : document + end - first] = lengths.read(begin, end)
+        return found
+
+    def learnt(self, start: int, stop: int) -> np.ndarray:
+        """Which of the tokens from `start` up to `stop` are learnt: bool, (stop - start,)."""
+        mask = np.ones(stop - start, bool)
+        for (starts, _, token), lengths in zip(self._documents, self._answers, strict=True):
+            if lengths is None:
+                continue
+            places = starts.read(0, starts.size)
+            document = max(0, int(np.searchsorted(places, start - token, "right")) - 1)
+            while document < lengths.size and token + places[document] < stop:
+                prompt = token + int(places[document + 1]) - int(lengths.read(document, document + 1)[0])
+                mask[max(0, token + int(places[document]) - start) : max(0, prompt - start)] = False
+                document += 1
+        return mask
 
     def verify(self) -> None:
         """Check every byte of the split and of its tokenizer.
@@ -272,7 +324,7 @@ class Corpus:
         """
         for folder in self.folders:
             read_checked(tokenizer_file(folder), self.tokenizer_sha256)
-        for file in [*self._shards, *(starts for starts, _, _ in self._documents)]:
+        for file in [*self._shards, *(starts for starts, _, _ in self._documents), *filter(None, self._answers)]:
             file.check()
 
 

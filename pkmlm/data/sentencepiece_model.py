@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import sentencepiece
+import tokenizers
 
 from pkmlm.data.text import AT_LINES
 from pkmlm.data.tokenizer_file import SENTENCEPIECE_FILE
@@ -18,6 +19,8 @@ from pkmlm.errors import UserError
 
 MARK = "\u2581"  # how SentencePiece writes a space; where the text itself has this character, it is spelt in bytes
 RESERVED = "\u2585"  # SentencePiece learns nothing from a sentence with this character, which progress bars use
+# Serialized `normalizer_spec {add_dummy_prefix: false}` of a ModelProto, in which the last value of a field counts.
+NO_PREFIX = b"\x1a\x02\x18\x00"
 VOCABULARY = 8192  # ids, by default
 LEAST_VOCABULARY = 261  # bytes, the unknown and the end token, a newline, a space, a character
 SAMPLE = 32 << 20  # bytes of text to learn from
@@ -44,7 +47,10 @@ LEARNING: dict[str, Any] = {
 
 
 class SentencePieceModel:
-    """A SentencePiece model, as used by `Tokenizer`, which documents the attributes and methods."""
+    """A SentencePiece model, as used by `Tokenizer`, which documents the attributes and methods.
+
+    `model_bytes` is the file without the setting that puts a space before a text, as Llama's and Mistral's have it.
+    """
 
     file = SENTENCEPIECE_FILE
     package = "sentencepiece"
@@ -65,13 +71,16 @@ class SentencePieceModel:
             if not model_bytes:
                 raise RuntimeError("no data")
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
+            if self._processor.encode_as_pieces("a")[0].startswith(MARK):
+                model_bytes += NO_PREFIX
+                self._processor = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
         except (RuntimeError, UnicodeDecodeError):  # the latter where the library's message quotes damaged bytes
             raise UserError(f"{name} is not a SentencePiece model or a tokenizer.json, or is damaged") from None
         self.model_bytes = model_bytes
         self.size = int(self._processor.vocab_size())
         self.unknown = self.pad = int(self._processor.unk_id())
-        specials = [int(self._processor.eos_id()), int(self._processor.bos_id())]
-        self.eos = next((special for special in specials if special >= 0), -1)
+        ends = [int(i) for i in (self._processor.eos_id(), self._processor.bos_id()) if i >= 0]
+        self.eos, self.begin = (ends[0], ends[-1]) if ends else (-1, -1)
         self._mark = np.array([self._processor.piece_to_id(f"<0x{b:02X}>") for b in MARK.encode()], np.int32)
         if self.eos < 0:
             raise UserError(f"{name} has neither an end nor a beginning token to separate documents with", HINT)
@@ -89,6 +98,36 @@ class SentencePieceModel:
                 encoded[i] = self._encode_marks(text)
         return encoded
 
+    def as_json(self) -> tuple[bytes, dict[str, Any]]:
+        """As a tokenizer.json: pieces are spelt with spaces, so that a text is encoded as it is, and what has no piece
+        of its own (as `MARK`, where the text has it) falls back to bytes.
+        """
+        processor = self._processor
+        names, scores = [processor.id_to_piece(i) for i in range(self.size)], processor.get_score([*range(self.size)])
+        bare = [processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i) for i in range(self.size)]
+        pieces = [name if own else name.replace(MARK, " ") for name, own in zip(names, bare, strict=True)]
+        unknown = pieces[self.unknown]
+        if all(score == int(score) for score in scores):  # BPE numbers its pieces
+            rank = {piece: i for i, (piece, own) in enumerate(zip(pieces, bare, strict=True)) if not own}
+            merges = [(a, b) for piece in rank for a, b in halves(piece) if a in rank and b in rank]
+            model: Any = tokenizers.models.BPE(
+                {piece: i for i, piece in enumerate(pieces)}, merges, unk_token=unknown, byte_fallback=True
+            )
+        else:
+            scored = [*zip(pieces, scores, strict=True)]
+            model = tokenizers.models.Unigram(scored, unk_id=self.unknown, byte_fallback=True)
+        backend = tokenizers.Tokenizer(model)
+        backend.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+        begin, end = pieces[self.begin], pieces[self.eos]
+        special = sorted({unknown, begin, end}, key=pieces.index)
+        backend.add_special_tokens([tokenizers.AddedToken(each, normalized=False, special=True) for each in special])
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, self.begin)]
+        )
+        words = {"bos_token": begin, "eos_token": end, "unk_token": unknown, "pad_token": unknown}
+        plain = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
+        return backend.to_str().encode(), {**plain, **words, "clean_up_tokenization_spaces": False}
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode(ids)
         return text
@@ -103,6 +142,11 @@ class SentencePieceModel:
         for part in self._processor.encode(text.split(MARK), return_type="numpy"):
             parts += [self._mark, part]
         return np.concatenate(parts[1:])
+
+
+def halves(piece: str) -> Iterator[tuple[str, str]]:
+    """The ways to cut a piece in two."""
+    return ((piece[:at], piece[at:]) for at in range(1, len(piece)))
 
 
 def learn(texts: Iterable[str], vocab_size: int | None, model_type: str) -> bytes:

@@ -6,10 +6,10 @@ The files depend on the documents and the tokenizer alone: not on threads, block
 import dataclasses
 import hashlib
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 
 from pkmlm.data.corpus import Corpus, Index, Origin, Shard, Split, dtype_for
 from pkmlm.data.overlap import overlap_warnings
-from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, rereadable
+from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, find_sources, rereadable
 from pkmlm.data.text import AT_LINES, FIELD, Chunk, Cuts, Tally, check_separator_and_field, read_chunks, within
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
@@ -27,9 +27,12 @@ from pkmlm.files import writing, writing_folder
 SHARD_BYTES = 1 << 30  # of a full shard
 BATCH_CHARACTERS = 1 << 20
 BATCH_CHUNKS = 1 << 13
+NAMED = 20  # files in a warning
 LEARNING = "tokenizer"  # the stage of `tokenize` that learns one; the other stages are the splits
 
-Progress = Callable[[str, int, int | None], None]  # takes a stage, the bytes done and, if known, their total
+# Takes a stage; the bytes of its files that have been read and, if known, their total; the characters of text that
+# were passed on, which are many more where few bytes stand for much.
+Progress = Callable[[str, int, int | None, int], None]
 Warn = Callable[[str], None]
 
 
@@ -39,19 +42,21 @@ class Encoding:
 
     Attributes:
         tokenizer: the tokenizer that encodes it.
-        separator, field: where the text and its documents are; see `read_chunks`.
+        separator, field, answer: where the text and its documents are; see `read_chunks`.
         held_out: the percentage of the documents of the training sources that each split without its own sources takes.
         jobs: threads that encode.
-        progress: called with a split, the bytes of its sources read so far, and their total; at least before and after
-            each split.
+        progress: called with a split and its bytes, see `Progress`; at least before and after each split.
+        warn: called with each warning about the text.
     """
 
     tokenizer: Tokenizer
     separator: str | None = None
     field: str = FIELD
+    answer: str | None = None
     held_out: Mapping[str, float] = dataclasses.field(default_factory=dict)
     jobs: int = 1
-    progress: Progress = lambda stage, done, total: None
+    progress: Progress = lambda stage, done, total, text: None
+    warn: Warn = lambda text: None
 
 
 def tokenize(
@@ -65,6 +70,7 @@ def tokenize(
     format: str | None = None,
     separator: str | None = None,
     field: str = FIELD,
+    answer: str | None = None,
     jobs: int = 1,
     replace: bool = False,
     progress: Progress,
@@ -78,10 +84,10 @@ def tokenize(
         held_out: see `Encoding`; its splits are not in `files`.
         model: the file of a tokenizer; None: learn one, of `vocab_size` ids (None: the default) and `model_type`.
         format: the format of all files; None: by their names.
-        separator, field: where the text and its documents are; see `read_chunks`.
+        separator, field, answer: where the text and its documents are; see `read_chunks`.
         jobs: threads that encode.
         replace: whether to replace an existing folder.
-        progress: called with a stage ("tokenizer" or a split), the bytes done and, if known, their total.
+        progress: called with a stage ("tokenizer" or a split, for example) and its bytes, see `Progress`.
         warn: called with each warning about the documents.
 
     Returns:
@@ -94,41 +100,55 @@ def tokenize(
     every = [source for inputs in sources.values() for source in inputs]
     if sum(source.name == STANDARD_INPUT for source in every) > 1:
         raise UserError("standard input is named for several splits (expected one)")
-    check_separator_and_field(every, separator, field)
+    check_separator_and_field(every, separator, field, answer)
     if held_out or not model:
-        sources["train"] = [rereadable(source) for source in sources["train"]]
+        copied = lambda count: progress("standard input", count, None, 0)  # noqa: E731
+        sources["train"] = [rereadable(source, copied) for source in sources["train"]]
     sources |= dict.fromkeys(held_out, sources["train"])
     if model:
         tokenizer = Tokenizer.load(model)
     else:
         own = hash_range("train", held_out)
-        reader = SplitReader(LEARNING, sources["train"], separator, field, progress, own, counts=False)
-        texts = (chunk.text for batch in reader.batches() for chunk in batch)
-        tokenizer = Tokenizer.learn(texts, vocab_size, model_type)
+        reader = SplitReader(LEARNING, sources["train"], separator, field, progress, own, counts=False, answer=answer)
+
+        def texts() -> Iterator[str]:
+            yield from (chunk.text for batch in reader.batches() for chunk in batch)
+            progress("learning", 0, None, 0)  # which SentencePiece does without a word
+
+        tokenizer = Tokenizer.learn(texts(), vocab_size, model_type)
+        progress("learning", len(tokenizer.model_bytes), len(tokenizer.model_bytes), 0)
         reader.report()
-    encoding = Encoding(tokenizer, separator, field, held_out, jobs, progress)
+    encoding = Encoding(tokenizer, separator, field, answer, held_out, jobs, progress, warn)
     index = write_corpus(folder, sources, encoding, replace=replace)
     corpora = {split: Corpus(folder, split) for split in index.splits}
     for corpus in corpora.values():
         corpus.verify()
     for text in overlap_warnings(corpora, tokenizer):
         warn(text)
-    warn_of_separator(index, warn)
     return index
 
 
-def warn_of_separator(index: Index, warn: Warn) -> None:
-    """Warn of a separator that occurs nowhere."""
-    counts = Counter[str]()
-    for name, split in index.splits.items():
-        counts["train" if name in index.held_out else name] += split.documents + split.empty
-    divided = any(
-        documents != len(index.splits[name].sources)  # one novel to test on is one document
-        or any(end in origin.name.lower() for origin in index.splits[name].sources for end in (".jsonl", ".parquet"))
-        for name, documents in counts.items()
-    )
-    if index.separator is not None and not divided:
-        warn(f"{index.separator!r} divides nothing: each file is one document")
+def undivided_files(readers: Iterable["SplitReader"]) -> dict[str, str]:
+    """The text files in which the separator is nowhere, as `SplitReader.undivided` has them.
+
+    To validate or test on whole files is no fault: the files of such a split count only if the separator divides
+    others of them, or is in them with other line ends.
+    """
+    found: dict[str, str] = {}
+    for reader in readers:
+        texts = sum(source.format == "txt" for source in reader.sources)
+        whole = reader.stage != "train" and len(reader.undivided) == texts
+        found |= {name: form for name, form in reader.undivided.items() if form or not whole}
+    return found
+
+
+def undivided_warning(files: Mapping[str, str], separator: str) -> str:
+    """A warning of text files in which the separator is nowhere, by the form in which it is in them ("": in none)."""
+    forms = ", ".join(sorted({repr(form) for form in files.values() if form}))
+    what = "it is one document" if len(files) == 1 else "each is one document"
+    seen = f" (found {forms}: convert the line ends, or divide the files by it)" if forms else ""
+    shown = [*files][:NAMED] + ([f"{len(files) - NAMED:,} more files"] if len(files) > NAMED else [])
+    return f"{', '.join(shown)}: {separator!r} divides nothing: {what}{seen}"
 
 
 def write_corpus(
@@ -146,20 +166,39 @@ def write_corpus(
         The index of the corpus.
 
     Raises:
-        UserError: a source cannot be read, has no text, or has a character that the tokenizer cannot spell; there are
-            the folder already exists; (exit code 1) the disk is full.
+        UserError: a source cannot be read, has no text, or has a character that the tokenizer cannot spell; the folder
+            already exists; (exit code 1) the disk is full.
     """
-    streams = {}
+    streams, readers, tokenizer = {}, {}, encoding.tokenizer
     for split, inputs in sources.items():
         documents = hash_range(split, encoding.held_out)
-        cuts = encoding.tokenizer.cuts
-        reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress, documents, cuts)
-        arrays = encode_batches(reader, encoding.tokenizer, encoding.jobs)
-        streams[split] = TokenStream(arrays, reader.tally, [] if split in encoding.held_out else reader.origins)
+        where, answers = (encoding.separator, encoding.field), None if encoding.answer is None else AnswerLengths()
+        reader = SplitReader(
+            split, inputs, *where, encoding.progress, documents, tokenizer.cuts, answer=encoding.answer
+        )
+        arrays = encode_batches(reader, tokenizer, encoding.jobs, answers)
+        origins = [] if split in encoding.held_out else reader.origins
+        streams[split] = TokenStream(arrays, reader.tally, origins, answers)
+        if split not in encoding.held_out:
+            readers[split] = reader
     with writing_folder(folder, replace=replace) as place:
-        index = write_splits(place, streams, encoding)
+        with writing(place / tokenizer.file) as file:
+            file.write(tokenizer.model_bytes)
+        index = Index(
+            dtype=dtype_for(tokenizer.size),
+            vocab_size=tokenizer.size,
+            eos=tokenizer.eos,
+            begin=tokenizer.begin,
+            tokenizer_sha256=tokenizer.sha256,
+            separator=encoding.separator,
+            splits={name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()},
+            held_out=dict(encoding.held_out),
+        )
         refuse_empty_splits(index)
-        return index.write(place)
+        index = index.write(place)
+    if encoding.separator is not None and (files := undivided_files(readers.values())):
+        encoding.warn(undivided_warning(files, encoding.separator))
+    return index
 
 
 def hash_range(split: str, held_out: Mapping[str, float]) -> tuple[float, float]:
@@ -176,7 +215,12 @@ def hash_range(split: str, held_out: Mapping[str, float]) -> tuple[float, float]
 
 @dataclass
 class SplitReader:
-    """One pass over the sources of a split; `origins` and, if `counts`, `tally` are complete when it has ended."""
+    """One pass over the sources of a split.
+
+    Attributes:
+        origins, tally: complete when it has ended; `tally` only if `counts`.
+        undivided: by the names of the sources in which the separator is nowhere, what `Stream.undivided` says.
+    """
 
     stage: str
     sources: Sequence[Source]
@@ -186,53 +230,85 @@ class SplitReader:
     hash_range: tuple[float, float]
     cuts: Cuts = AT_LINES
     counts: bool = True
+    answer: str | None = None
     tally: Tally = dataclasses.field(default_factory=Tally)
     origins: list[Origin] = dataclasses.field(default_factory=list)
+    undivided: dict[str, str] = dataclasses.field(default_factory=dict)
     done: int = 0
+    text: int = 0
 
     def __post_init__(self) -> None:
         sizes = [source.size for source in self.sources]
         self.total = None if None in sizes else sum(size or 0 for size in sizes)
 
-    def report(self, more: int = 0) -> None:
-        """Report the bytes of the sources that have been read to their end, and `more` of the next one."""
-        self.progress(self.stage, self.done + more, self.total)
+    def report(self, stream: Stream | None = None) -> None:
+        """Report the bytes of the sources that have been read to their end, and those of the next one so far."""
+        self.progress(self.stage, self.done + (stream.count if stream else 0), self.total, self.text)
 
     def batches(self) -> Iterator[list[Chunk]]:
         """The chunks of all documents that are not empty, about a million characters at a time."""
         batch: list[Chunk] = []
-        size = 0
+        size = told = 0
+        self.report()
         for source in self.sources:
             with source.open() as stream:
-                chunks = read_chunks(stream, self.separator, self.field, self.cuts)
+                stream.advance = partial(self.report, stream)
+                chunks = read_chunks(stream, self.separator, self.field, self.cuts, self.answer)
                 for chunk in chunks if self.hash_range == (0.0, 1.0) else within(chunks, *self.hash_range):
                     if self.counts:
                         self.tally.add(chunk)
                     if chunk.text:
                         batch.append(chunk)
                         size += len(chunk.text)
+                    self.text += len(chunk.text) + chunk.ends_document
+                    if self.text - told >= BATCH_CHARACTERS:
+                        told = self.text
+                        self.report(stream)
                     if size >= BATCH_CHARACTERS or len(batch) >= BATCH_CHUNKS:
-                        self.report(stream.count)
                         yield batch
                         batch, size = [], 0
             self.done += stream.count
             self.origins.append(Origin(source.plain_name, stream.count, stream.digest.hexdigest()))
+            if stream.undivided is not None:
+                self.undivided[source.label] = stream.undivided
         if batch:
-            self.report()
             yield batch
 
 
-def encode_batches(reader: SplitReader, tokenizer: Tokenizer, jobs: int) -> Iterator[np.ndarray]:
+@dataclass
+class AnswerLengths:
+    """How many tokens of each document are learnt: those of its answer, and its end.
+
+    Attributes:
+        lengths: of the documents that have ended.
+        begun: tokens of the answer of the document under way.
+    """
+
+    lengths: list[int] = dataclasses.field(default_factory=list)
+    begun: int = 0
+
+    def add(self, chunk: Chunk, tokens: int) -> None:
+        self.begun += tokens * chunk.learnt
+        if chunk.ends_document:
+            self.lengths.append(self.begun + 1)
+            self.begun = 0
+
+
+def encode_batches(
+    reader: SplitReader, tokenizer: Tokenizer, jobs: int, answers: AnswerLengths | None = None
+) -> Iterator[np.ndarray]:
     """The ids of every batch of a split as one array, with the end token after each document.
+
+    Args:
+        answers: what collects the lengths of answers; None: documents have none.
 
     Reading stays on the main thread, so that Ctrl-C interrupts a wait for input; a second thread encodes the previous
     batch meanwhile.
     """
-    reader.report()
     with ThreadPoolExecutor(1) as thread:
         coming: Future[np.ndarray] | None = None
         for batch in reader.batches():
-            before, coming = coming, thread.submit(encode_batch, batch, tokenizer, jobs)
+            before, coming = coming, thread.submit(encode_batch, batch, tokenizer, jobs, answers)
             if before:
                 yield before.result()
         if coming:
@@ -240,12 +316,16 @@ def encode_batches(reader: SplitReader, tokenizer: Tokenizer, jobs: int) -> Iter
     reader.report()
 
 
-def encode_batch(batch: list[Chunk], tokenizer: Tokenizer, jobs: int) -> np.ndarray:
+def encode_batch(
+    batch: list[Chunk], tokenizer: Tokenizer, jobs: int, answers: AnswerLengths | None = None
+) -> np.ndarray:
     """The ids of one batch, little-endian in the smallest type that holds every id."""
     end = np.array([tokenizer.eos], np.int32)
     parts = []
     for chunk, ids in zip(batch, tokenizer.encode_chunks([c.text for c in batch], jobs), strict=True):
         parts.append(ids)
+        if answers is not None:
+            answers.add(chunk, len(ids))
         if chunk.ends_document:
             parts.append(end)
     tokens = np.concatenate(parts)
@@ -260,27 +340,12 @@ def encode_batch(batch: list[Chunk], tokenizer: Tokenizer, jobs: int) -> np.ndar
 
 
 class TokenStream(NamedTuple):
-    """The tokens of a split, and the counts and sources of its text, which are complete after the last array."""
+    """The tokens of a split; the counts, sources and answers of its text are complete after the last array."""
 
     arrays: Iterable[np.ndarray]
     tally: Tally
     origins: Sequence[Origin]
-
-
-def write_splits(place: Path, streams: Mapping[str, TokenStream], encoding: Encoding) -> Index:
-    """Write the files of a corpus except its index, which is returned; splits may be empty."""
-    tokenizer = encoding.tokenizer
-    with writing(place / tokenizer.file) as file:
-        file.write(tokenizer.model_bytes)
-    return Index(
-        dtype=dtype_for(tokenizer.size),
-        vocab_size=tokenizer.size,
-        eos=tokenizer.eos,
-        tokenizer_sha256=tokenizer.sha256,
-        separator=encoding.separator,
-        splits={name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()},
-        held_out=dict(encoding.held_out),
-    )
+    answers: AnswerLengths | None
 
 
 def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int) -> Split:
@@ -307,7 +372,12 @@ def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int) -> Spl
                     written += len(tokens)
                     documents += len(ends)
             shards.append(Shard(path.name, written - begin, digest.hexdigest()))
-    tally = stream.tally
+    tally, answers_digest = stream.tally, None
+    if stream.answers is not None:
+        lengths = np.array(stream.answers.lengths, "<i8").tobytes()
+        answers_digest = hashlib.sha256(lengths).hexdigest()
+        with writing(folder / f"{split}.answers") as file:
+            file.write(lengths)
     assert documents == tally.documents, "an end token within a document"
     return Split(
         tokens=written,
@@ -317,6 +387,7 @@ def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int) -> Spl
         bytes=tally.bytes,
         shards=tuple(shards),
         documents_sha256=starts_digest.hexdigest(),
+        answers_sha256=answers_digest,
         sources=tuple(stream.origins),
     )
 

@@ -13,18 +13,32 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+from typing_extensions import TypedDict
 
 from pkmlm.errors import SHORTAGES, UserError, read_errors
-from pkmlm.files import open_file, write_errors
+from pkmlm.files import open_file, read_json, write_errors
 
-FORMATS = ("txt", "jsonl", "parquet")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # no UTF-8 text and no parquet file begins with these
+if TYPE_CHECKING:
+    import bz2
+    import lzma
+
+FORMATS = ("txt", "jsonl", "parquet", "arrow")
+COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd"}
+MAGIC = {  # no text of people, and no file of the other formats, begins with these
+    b"\x1f\x8b": "gzip",
+    b"\xfd7zXZ\0": "xz",
+    **{b"BZh%d1AY&SY" % level: "bzip2" for level in range(1, 10)},
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+SAVED = "state.json"  # in a folder that `datasets` wrote
+KINDS = f".{', .'.join(FORMATS)}; plain, or with {', '.join(COMPRESSIONS)}"
 STANDARD_INPUT = "-"
 READ = 1 << 20  # bytes read at a time
 ZSTD_INPUT = 1 << 10  # four bytes of zstd can stand for 128 KiB: small inputs bound what one call returns
@@ -36,7 +50,7 @@ class Source:
 
     Attributes:
         name: the path of a file, or "-" for standard input.
-        format: "txt", "jsonl" or "parquet".
+        format: one of FORMATS.
         compression: as the suffix of the name says; None: look at the first bytes.
         copy: a temporary file with the bytes of standard input, from which they can be read more than once.
     """
@@ -82,13 +96,22 @@ class Source:
 
 
 class Stream:
-    """One pass over a source: `count` stored bytes so far, their `digest`, and the decompressed `blocks()`."""
+    """One pass over a source.
+
+    Attributes:
+        count: the stored bytes that have been read so far; digest: of these.
+        advance: called whenever `count` has grown.
+        undivided: None, unless the documents have been read and their separator is nowhere in the text: then the same
+            separator with other line ends, if that is in it, or "".
+    """
 
     def __init__(self, source: Source, file: IO[bytes]):
         self.source = source
         self.file = file
         self.count = 0
+        self.advance: Callable[[], None] = lambda: None
         self.digest = hashlib.sha256()
+        self.undivided: str | None = None
         self.unread = b""
 
     def read(self, size: int) -> bytes:
@@ -99,6 +122,7 @@ class Stream:
         data = self.file.read(size)
         self.digest.update(data)
         self.count += len(data)
+        self.advance()
         return data
 
     def blocks(self) -> Iterator[bytes]:
@@ -107,19 +131,29 @@ class Stream:
         Raises:
             UserError: the file cannot be read, or its compressed data is damaged or cut short.
         """
+        import bz2
+        import lzma
+
         import zstandard
 
         label, compression = self.source.label, self.source.compression
         try:
-            self.unread = self.read(4)
+            self.unread = self.read(max(map(len, MAGIC)))
             if compression is None:
                 compression = next((name for magic, name in MAGIC.items() if self.unread.startswith(magic)), None)
-            yield from {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression](self)
+            blocks: dict[str | None, Callable[[Stream], Iterator[bytes]]] = {
+                "gzip": gzip_blocks,
+                "xz": partial(stream_blocks, new=lzma.LZMADecompressor),
+                "bzip2": partial(stream_blocks, new=bz2.BZ2Decompressor),
+                "zstd": zstd_blocks,
+                None: plain_blocks,
+            }
+            yield from blocks[compression](self)
             if compression and not self.count:
                 raise EOFError("the file is empty")
-        except (EOFError, zlib.error, zstandard.ZstdError) as error:
+        except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
             raise UserError(f"{label}: damaged or cut short ({compression}: {error})") from None
-        except OSError as error:  # also gzip.BadGzipFile, which has no strerror
+        except OSError as error:  # also gzip.BadGzipFile and that of bz2, which have no strerror
             reason = error.strerror or f"damaged or cut short ({error})"
             code = 1 if error.errno in SHORTAGES else 2
             raise UserError(f"cannot read {label}: {reason}", exit_code=code) from None
@@ -135,6 +169,28 @@ def gzip_blocks(stored: Stream) -> Iterator[bytes]:
 
     with gzip.GzipFile(fileobj=stored) as file:  # type: ignore[call-overload]  # it needs only read()
         yield from iter(lambda: file.read(READ), b"")
+
+
+def stream_blocks(
+    stored: Stream, new: "Callable[[], lzma.LZMADecompressor] | Callable[[], bz2.BZ2Decompressor]"
+) -> Iterator[bytes]:
+    """The decompressed bytes of all streams of an xz or bzip2 file; Python's own readers take what is damaged after the
+    first stream for the end of the file.
+    """
+    decompressor, begun = new(), False
+    for data in plain_blocks(stored):
+        while data or not (decompressor.eof or decompressor.needs_input):
+            if decompressor.eof:
+                data = data.lstrip(b"\0")  # xz may fill up with NUL
+                if not data:
+                    break
+                decompressor = new()
+            begun = True
+            if block := decompressor.decompress(data, READ):
+                yield block
+            data = decompressor.unused_data if decompressor.eof else b""
+    if begun and not decompressor.eof:
+        raise EOFError("the last stream is not complete")
 
 
 def zstd_blocks(stored: Stream) -> Iterator[bytes]:
@@ -183,11 +239,16 @@ def temporary_copy(stream: Stream, *, decompress: bool) -> IO[bytes]:
     return file
 
 
-def rereadable(source: Source) -> Source:
-    """The source itself; standard input is copied to a temporary file first, so that it can be read again."""
+def rereadable(source: Source, advance: Callable[[int], None]) -> Source:
+    """The source itself; standard input is copied to a temporary file first, so that it can be read again.
+
+    Args:
+        advance: called with the bytes that have been copied so far.
+    """
     if source.name != STANDARD_INPUT:
         return source
     with source.open() as stream:
+        stream.advance = lambda: advance(stream.count)
         return replace(source, copy=temporary_copy(stream, decompress=False))
 
 
@@ -195,7 +256,8 @@ def find_sources(patterns: Sequence[str], format: str | None = None) -> list[Sou
     """The inputs that file names, globs and `-` stand for: checked, sorted by name, each file once.
 
     Args:
-        patterns: names of files, globs (`**` crosses folders), or `-` for standard input.
+        patterns: names of files, globs (`**` crosses folders), folders of data sets that `datasets` saved, or `-` for
+            standard input.
         format: the format of every input; None: by its name (standard input: txt).
 
     Raises:
@@ -211,19 +273,51 @@ def find_sources(patterns: Sequence[str], format: str | None = None) -> list[Sou
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """The files that one argument stands for; the name of an existing file is that file, even if it has a * or [.
+    """The files that one argument stands for; the name of an existing file is that file, even if it has a * or [. The
+    folder of a saved data set stands for its files.
 
     Raises:
-        UserError: it is empty, or a glob that matches no file.
+        UserError: it is empty, a glob that matches no file, or another folder.
     """
     if not pattern:
         raise UserError("found an empty file name")
+    if pattern != STANDARD_INPUT and os.path.isdir(pattern):
+        return saved_files(pattern)
     if pattern == STANDARD_INPUT or os.path.lexists(pattern) or not glob.has_magic(pattern):
         return [pattern]
     names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]
     if not names:
         raise UserError(f"{pattern} matches no file")
     return names
+
+
+class SavedDataset(TypedDict):
+    """What is read of that file."""
+
+    _data_files: list[dict[str, str]]
+
+
+def saved_files(folder: str) -> list[str]:
+    """The files of a data set that `save_to_disk` of the library `datasets` wrote into a folder, in their order; other
+    files in it may be left over from its cache.
+
+    Raises:
+        UserError: the folder is not one of these, or holds several splits.
+    """
+    state = Path(folder, SAVED)
+    if state.is_file():
+        names = [file["filename"] for file in read_json(state, "the data set", schema=SavedDataset)["_data_files"]]
+        return [os.path.join(folder, os.path.basename(name)) for name in names]
+    problem = f"{folder} is a folder (expected a file)"
+    if splits := sorted(path.parent for path in Path(folder).glob(f"*/{SAVED}")):
+        found = ", ".join(path.name for path in splits)
+        raise UserError(f"{problem}; found the splits {found}", f"give each by itself: {shlex.quote(str(splits[0]))}")
+    for below in ("", "*"):
+        for end in (f"*.{format}{suffix}" for format in FORMATS for suffix in ("", *COMPRESSIONS)):
+            pattern = os.path.join(glob.escape(folder), below, end)
+            if next(glob.iglob(pattern), None):
+                raise UserError(problem, f"give its files: {shlex.quote(pattern)}")
+    raise UserError(f"{problem}, and none of its files is {KINDS}")
 
 
 def find_source(name: str, format: str | None) -> Source:
@@ -240,16 +334,13 @@ def find_source(name: str, format: str | None) -> Source:
         suffix = os.path.splitext(stem)[1]
     with read_errors(name):
         mode = os.stat(name).st_mode
-        if stat.S_ISDIR(mode):
-            files = os.path.join(glob.escape(name), "*")
-            raise UserError(f"{name} is a folder (expected a file)", f"give its files: {shlex.quote(files)}")
         if not stat.S_ISREG(mode):
             hint = "write it to a file, or pipe it to standard input, whose name is -"
             raise UserError(f"{name} is not a regular file", hint)
         open_file(name).close()
     if format is None and suffix.lower()[1:] not in FORMATS:
         raise UserError(
-            f"{name}: unknown kind of file (expected .txt, .jsonl or .parquet, plain or with .gz or .zst)",
+            f"{name}: unknown kind of file (expected {KINDS})",
             "rename it to end in one of these, or pipe text to standard input, whose name is -; "
             "`pkmlm tokenize` also takes --format",
         )

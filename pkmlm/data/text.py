@@ -1,4 +1,4 @@
-"""The documents of text files, JSON lines and parquet files, as streams of short chunks.
+"""The documents of text files, JSON lines, and parquet and Arrow files, as streams of short chunks.
 
 A document is never held as a whole: it is a sequence of chunks, the last of which is marked. Where it is cut depends on
 its text alone, never on how it was stored or read, so that its tokens are the same on every machine and in every
@@ -9,21 +9,27 @@ import codecs
 import hashlib
 import itertools
 import json
+import os
 import re
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, temporary_copy
 from pkmlm.errors import UserError
 from pkmlm.files import open_file
 
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
 WINDOW = 2048  # characters: SentencePiece's BPE slows down on long strings
 FIELD = "text"  # the usual name of the key or column that holds the text
 LINE_LIMIT = 128 << 20  # characters of one line of JSON, which must be read whole
-ROWS = 64  # rows of a parquet file that are read at a time
+ROWS = 64  # rows of a table that are read at a time, or
+ROWS_BYTES = 64 << 20  # as many as have about so many bytes
+ARROW_FILE, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"  # how an indexed file begins; how a stream ends
 HEAD = 1 << 20  # characters of a document that decide which split it falls into
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -48,17 +54,23 @@ AFTER_WORDS = Cuts(1 << 16, (re.compile(r".*[^\W_](?=[ \t\r\n])", re.DOTALL),))
 
 
 class Chunk(NamedTuple):
-    """A part of a document, not empty and within the window of its cuts; an empty document is one empty chunk."""
+    """A part of a document, not empty and within the window of its cuts; an empty document is one empty chunk.
+
+    Attributes:
+        learnt: whether a model learns it; not, if it is a part of a prompt.
+    """
 
     text: str
     ends_document: bool
+    learnt: bool = True
 
 
 @dataclass
 class Tally:
     """Counts over a stream of chunks. Empty documents are counted in `empty` and nowhere else.
 
-    `words` counts as lm-eval does: len(re.split(r"\\s+", document)), summed; `bytes` are those of UTF-8.
+    `words` counts as lm-eval does: len(re.split(r"\\s+", document)), summed; `bytes` are those of UTF-8. Prompts are
+    not counted: the document is then the answer.
     """
 
     documents: int = 0
@@ -69,6 +81,8 @@ class Tally:
 
     def add(self, chunk: Chunk) -> None:
         text = chunk.text
+        if not chunk.learnt:
+            return
         if text:
             starts, ends = text[0].isspace(), text[-1].isspace()
             solid = len(text.split())
@@ -86,52 +100,63 @@ class Tally:
 
 
 def read_chunks(
-    stream: Stream, separator: str | None = None, field: str = FIELD, cuts: Cuts = AT_LINES
+    stream: Stream,
+    separator: str | None = None,
+    field: str = FIELD,
+    cuts: Cuts = AT_LINES,
+    answer: str | None = None,
 ) -> Iterator[Chunk]:
     """The documents of one source, in chunks.
 
     Args:
         stream: `source.open()`; the source says what format it has.
         separator: the text between the documents of a text file; None: the file is one document.
-        field: the key of a JSON line, or the column of a parquet file, that holds the text; null is an empty document.
+        field: the key of a JSON line, or the column of a table, that holds the text, or one within it: "doc.text"; null
+            is an empty document.
         cuts: where the documents are cut.
+        answer: a field, likewise, whose text follows that of `field`, and alone is learnt; a chunk holds text of one of
+            the two.
 
     Raises:
-        UserError: damaged data, bad UTF-8 (with its byte in the decompressed stream), a bad line or row, a separator
-            with other line ends than `separator`.
+        UserError: damaged data, a row without an answer, bad UTF-8 (with its byte in the decompressed stream), a bad
+            line or row, a separator with the line ends of Windows in place of those of `separator`.
     """
     if stream.source.format == "txt":
         texts = decode(stream)
         if separator is not None:
-            texts = same_line_ends(texts, separator, stream.source.label)
+            texts = watched(texts, separator, stream)
         return cut(split_documents(texts, separator), cuts)
-    if stream.source.format == "jsonl":
-        return cut(json_documents(stream, field), cuts)
-    return cut(parquet_documents(stream, field), cuts)
+    read_rows = json_rows if stream.source.format == "jsonl" else table_rows
+    rows = read_rows(stream, (field,) if answer is None else (field, answer))
+    if answer is None:
+        return cut(((text, True) for (text,) in rows), cuts)
+    return prompts_and_answers(rows, stream, cuts)
 
 
-def read_documents(stream: Stream, separator: str | None = None, field: str = FIELD) -> Iterator[str]:
-    """The documents of one source as whole strings, without the empty ones: for texts that fit in memory."""
-    parts: list[str] = []
-    for chunk in read_chunks(stream, separator, field):
-        parts.append(chunk.text)
-        if chunk.ends_document:
-            if text := "".join(parts):
-                yield text
-            parts = []
+def prompts_and_answers(rows: Iterable[tuple[str, ...]], stream: Stream, cuts: Cuts) -> Iterator[Chunk]:
+    """The chunks of documents that are a prompt and its answer."""
+    for number, (prompt, answer) in enumerate(rows, 1):
+        if not answer:
+            raise UserError(f"{stream.source.label}: row {number:,} has no answer (expected some text)")
+        yield from (chunk._replace(ends_document=False, learnt=False) for chunk in cut([(prompt, bool(prompt))], cuts))
+        yield from cut([(answer, True)], cuts)
 
 
-def check_separator_and_field(sources: Iterable[Source], separator: str | None, field: str = FIELD) -> None:
+def check_separator_and_field(
+    sources: Iterable[Source], separator: str | None, field: str = FIELD, answer: str | None = None
+) -> None:
     """Refuse a separator or a field that no source can use.
 
     Raises:
-        UserError: a separator without text files, or a field with text files only.
+        UserError: a separator without text files, a field with text files only, or an answer with any.
     """
     formats = {source.format for source in sources}
+    if answer is not None and "txt" in formats:
+        raise UserError("--answer is for JSON lines, parquet and Arrow files, and an input is a text file")
     if separator is not None and "txt" not in formats:
         raise UserError("--separator is for text files, and no input is one")
     if field != FIELD and formats == {"txt"}:
-        raise UserError("--field is for JSON lines and parquet files, and no input is one")
+        raise UserError("--field is for JSON lines, parquet and Arrow files, and no input is one")
 
 
 # Chunks
@@ -174,7 +199,7 @@ def within(chunks: Iterable[Chunk], start: float, stop: float) -> Iterator[Chunk
             size += len(chunk.text)
             if size < HEAD and not chunk.ends_document:
                 continue
-            head = "".join(text for text, _ in held)[:HEAD].strip("\n")
+            head = "".join(each.text for each in held)[:HEAD].strip("\n")
             digest = hashlib.blake2b(head.encode(), digest_size=6).digest()  # 48 bits: a float holds the share exactly
             chosen = start <= int.from_bytes(digest, "big") / 2**48 < stop
             if chosen:
@@ -215,25 +240,28 @@ def decode(stream: Stream) -> Iterator[str]:
         begun = begun or bool(text)
 
 
-def same_line_ends(texts: Iterable[str], separator: str, label: str) -> Iterator[str]:
-    """The same texts, checked for the separator with the line ends of Windows, which would divide nothing.
+def watched(texts: Iterable[str], separator: str, stream: Stream) -> Iterator[str]:
+    """The same texts, in which the separator is looked for. Where it is nowhere, `stream.undivided` says so at the end.
 
     Raises:
-        UserError: it occurs in them.
+        UserError: it occurs with the line ends of Windows, a part of which would be left in every document.
     """
-    windows = separator.replace("\r\n", "\n").replace("\n", "\r\n")
-    if separator == windows:  # it has no line end, or that of Windows
-        yield from texts
-        return
-    recent = ""
+    plain = separator.replace("\r\n", "\n").replace("\r", "\n")
+    windows, *others = (plain.replace("\n", end) for end in ("\r\n", "\r", "\n"))
+    forms = dict.fromkeys((separator, windows, *others))
+    found: set[str] = set()
+    recent, most = "", max(map(len, forms)) - 1
     for text in texts:
-        recent = recent[1 - len(windows) :] + text
-        if windows in recent:
+        recent = recent[max(0, len(recent) - most) :] + text
+        found.update(form for form in forms if form not in found and form in recent)
+        if windows in found and windows != separator:
             raise UserError(
-                f"{label}: found {windows!r} (expected {separator!r}, as given by --separator)",
+                f"{stream.source.label}: found {windows!r} (expected {separator!r}, as given by --separator)",
                 "convert the line ends first, e.g. with dos2unix",
             )
         yield text
+    if separator not in found:
+        stream.undivided = next((form for form in forms if form in found), "")
 
 
 def split_documents(texts: Iterable[str], separator: str | None) -> Iterator[tuple[str, bool]]:
@@ -261,8 +289,6 @@ def unescape(separator: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Python only warns of an escape that it does not know
-            if re.search(r"(?<!\\)(\\\\)*\\[^\x00-\x7f]", separator):  # the next line would escape the backslash of \é
-                raise Warning
             text = separator.encode("ascii", "backslashreplace").decode("unicode_escape")
     except (UnicodeDecodeError, Warning):
         expected = "\\n, \\t, \\\\, \\xNN or \\uNNNN"
@@ -280,8 +306,8 @@ def has_surrogate(text: str) -> bool:
 # JSON lines
 
 
-def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
-    """The documents of a file of JSON lines; null is an empty document, and blank lines are skipped."""
+def json_rows(stream: Stream, fields: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The texts of some fields in each line of a file of JSON lines; null is empty, and blank lines are skipped."""
     number = 1
     parts: list[str] = []
     size = 0
@@ -298,35 +324,23 @@ def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
         if not line.strip():
             continue
         row = json_object(line, where)
-        if field not in row:
-            keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
-            raise UserError(
-                f"{where}: no key {field!r} (found {keys})", "give the key that holds the text with --field"
-            )
-        text = row[field]
-        if not isinstance(text, str | None):
-            raise UserError(f"{where}: {field!r} is {json.dumps(text):.40} (expected a string or null)")
-        if text and has_surrogate(text):
-            raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
-        yield text or "", True
+        texts = {field: member(row, field, where) for field in fields}
+        for field, text in texts.items():
+            if not isinstance(text, str | None):
+                raise UserError(f"{where}: {field!r} is {json.dumps(text):.40} (expected a string or null)")
+            if text and has_surrogate(text):
+                raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
+        yield tuple(texts[field] or "" for field in fields)
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:
     """The object in a line of JSON, which errors call `where`.
 
     Raises:
-        UserError: it is not JSON or not an object, or it repeats a key, so that the value meant is unknown.
+        UserError: it is not JSON or not an object.
     """
-
-    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            ((key, times),) = Counter(key for key, _ in pairs).most_common(1)
-            raise UserError(f"{where}: found the key {key[:40]!r} {times} times (expected once)")
-        return found
-
     try:
-        value = json.loads(line, object_pairs_hook=members)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError also for numbers of more than 4,300 digits
         what = str(error)
         if isinstance(error, json.JSONDecodeError):
@@ -337,48 +351,135 @@ def json_object(line: str, where: str) -> dict[str, Any]:
     return value
 
 
-# Parquet
+def member(row: dict[str, Any], field: str, where: str, above: str = "") -> Any:
+    """The value of a key, or, for "doc.text", of the key text in that of doc; None where doc is null.
+
+    Args:
+        where: what errors call the row.
+        above: the keys that led to the row, with their dots.
+
+    Raises:
+        UserError: there is no such key.
+    """
+    if field in row:
+        return row[field]
+    name, dot, rest = field.partition(".")
+    inner = row.get(name)
+    if dot and isinstance(inner, dict):
+        return member(inner, rest, where, f"{above}{name}.")
+    if dot and name in row and inner is None:
+        return None
+    keys = ", ".join(repr(above + key) for key in list(row)[:8]) or "no keys"
+    raise UserError(
+        f"{where}: no key {above + field!r} (found {keys})",
+        "name the key of the text with --field, or with --prompt and --answer; doc.text is the key text within doc",
+    )
 
 
-def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
-    """The documents in the column `field`, read a few rows at a time; null is an empty document."""
+# Parquet and Arrow
+
+
+def table_rows(stream: Stream, fields: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The texts in some columns of a parquet or Arrow file, row by row; null is empty."""
     import pyarrow
-    import pyarrow.parquet
 
     source = stream.source
+    read_rows, kind = {"parquet": (parquet_rows, "parquet"), "arrow": (arrow_rows, "Arrow")}[source.format]
     plain = source.copy is None and source.name != STANDARD_INPUT and source.compression is None
     row = 0
     with open_file(source.name) if plain else temporary_copy(stream, decompress=True) as file:
         try:
-            table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
-            check_column(table.schema_arrow, field, source.label)
-            for batch in table.iter_batches(batch_size=ROWS, columns=[field]):
-                yield from ((cell.as_py() or "", True) for cell in batch.column(field))
-                row += len(batch)
-                read_up_to(stream, row / table.metadata.num_rows)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{source.label}: {field!r} is not UTF-8 after row {row:,} ({error.reason})") from None
+            for columns, share in read_rows(file, fields, source.label):
+                for texts in columns:
+                    texts.validate(full=True)  # Arrow trusts the offsets that it finds
+                yield from (tuple(text.as_py() or "" for text in texts) for texts in zip(*columns, strict=True))
+                row += len(columns[0])
+                read_up_to(stream, share)
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"{source.label}: not a complete parquet file: {reason}") from None
+            if "UTF8" in reason:
+                names = " or ".join(map(repr, fields))
+                raise UserError(f"{source.label}: {names} is not UTF-8 after row {row:,}") from None
+            raise UserError(f"{source.label}: not a complete {kind} file: {reason}") from None
     read_up_to(stream, 1.0)
 
 
-def check_column(schema: Any, field: str, label: str) -> None:
-    """Refuse a column that is missing, occurs more than once, or does not hold text."""
+def parquet_rows(file: IO[bytes], fields: Sequence[str], label: str) -> "Iterator[tuple[list[pyarrow.Array], float]]":
+    """Columns of a parquet file, some rows at a time, and the share of the rows that have been read."""
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
+    paths, rows = [column_path(table.schema_arrow, field, label) for field in fields], 0
+    for batch in table.iter_batches(batch_size=rows_at_a_time(table.metadata), columns=[*dict.fromkeys(fields)]):
+        rows += len(batch)
+        yield [column_of(batch, path) for path in paths], rows / table.metadata.num_rows
+
+
+def rows_at_a_time(metadata: "pyarrow.parquet.FileMetaData") -> int:
+    """How many rows of a parquet file are read at a time: ROWS, or fewer where rows may be large. A group of rows takes
+    as many bytes as its largest text, but not as all of them: a text that repeats is stored once.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    largest = max((group.total_byte_size / max(1, group.num_rows / 1024) for group in groups), default=0)
+    return max(1, min(ROWS, int(ROWS_BYTES / max(largest, 1))))
+
+
+def arrow_rows(file: IO[bytes], fields: Sequence[str], label: str) -> "Iterator[tuple[list[pyarrow.Array], float]]":
+    """As `parquet_rows`, of a file of Arrow's: a stream, as `datasets` writes it, or a file with an index (Feather)."""
+    import pyarrow
+    import pyarrow.ipc
+
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - len(ARROW_END)))
+    end = file.read()
+    file.seek(0)
+    indexed = file.read(len(ARROW_FILE)) == ARROW_FILE
+    file.seek(0)
+    if not indexed and end != ARROW_END:  # a stream that was cut between two batches would be taken for a whole one
+        raise pyarrow.ArrowInvalid("its end is missing")
+    reader = pyarrow.ipc.open_file(file) if indexed else pyarrow.ipc.open_stream(file)
+    paths = [column_path(reader.schema, field, label) for field in fields]
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if indexed else reader
+    for batch in batches:
+        columns = [column_of(batch, path) for path in paths]
+        for start in range(0, len(batch), ROWS):
+            yield [texts.slice(start, ROWS) for texts in columns], file.tell() / size
+
+
+def column_path(schema: "pyarrow.Schema", field: str, label: str) -> list[str]:
+    """The names that lead to the column `field`, which may be a field of a column: "doc.text".
+
+    Raises:
+        UserError: it is missing, occurs more than once, or does not hold text.
+    """
     import pyarrow.types as types
 
-    if (times := schema.names.count(field)) != 1:
-        names = ", ".join(map(repr, schema.names[:8]))
-        raise UserError(
-            f"{label}: {times or 'no'} column{'s' * (times > 1)} {field!r} (found {names})",
-            "give the column that holds the text with --field",
-        )
-    found = schema.field(field).type
+    names: list[str] = list(schema.names)
+    found: Any = schema
+    path = [field] if field in names else field.split(".")
+    for depth, name in enumerate(path):
+        if (times := names.count(name)) != 1:
+            above = "".join(f"{each}." for each in path[:depth])
+            shown = ", ".join(repr(above + each) for each in names[:8])
+            raise UserError(
+                f"{label}: {times or 'no'} column{'s' * (times > 1)} {field!r} (found {shown})",
+                "name the column of the text with --field, or with --prompt and --answer; doc.text is text within doc",
+            )
+        found = found.field(name).type
+        names = [each.name for each in found] if types.is_struct(found) else []
     value = found.value_type if types.is_dictionary(found) else found
     texts = (types.is_null, types.is_string, types.is_large_string, types.is_string_view)
     if not any(holds(value) for holds in texts):
         raise UserError(f"{label}: column {field!r} holds {found} (expected strings)")
+    return path
+
+
+def column_of(batch: "pyarrow.RecordBatch", path: Sequence[str]) -> "pyarrow.Array":
+    """The column that `column_path` leads to; null where a column above it is."""
+    import pyarrow.compute
+
+    column = batch.column(batch.schema.get_field_index(path[0]))
+    return pyarrow.compute.struct_field(column, list(path[1:])) if path[1:] else column
 
 
 def read_up_to(stream: Stream, share: float) -> None:

@@ -1,17 +1,22 @@
 """Text to ids and back without loss, by a SentencePiece model or a byte-level BPE; no other module depends on which."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pkmlm.data.byte_level_bpe import ByteLevelBPE
 from pkmlm.data.sentencepiece_model import HINT, MARK, SentencePieceModel, learn
 from pkmlm.data.text import chunks_of, has_surrogate
+from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError, read_errors
 from pkmlm.files import open_file
 
+TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a token in base64 and its id
+SAVE_HINT = "transformers' AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER) writes a tokenizer.json"
 LARGEST = 256 << 20  # bytes of a tokenizer's file; of those in use, the largest have 40 MB
 PROBES = (
     " a\n\n b ",
@@ -40,7 +45,9 @@ class Tokenizer:
         package: the library that reads that file.
         transformers_config: what tokenizer_config.json in an export says about its kind.
         size: the number of ids.
-        eos: the id that ends a document, and that a language model sees before the first token of one.
+        eos: the id that ends a document.
+        begin: the id that a language model sees before the first token of a document; `eos`, unless the tokenizer has a
+            token of its own for this.
         unknown: the id of what the tokenizer cannot spell; -1: it spells everything.
         pad: the id that fills up a batch.
         cuts: where long documents are cut.
@@ -56,6 +63,9 @@ class Tokenizer:
         Raises:
             UserError: it is neither, has no token to end a document with, or does not reproduce every probe text.
         """
+        if TIKTOKEN.match(model_bytes):
+            message = f"{name} is a file of tiktoken (expected a SentencePiece model or a tokenizer.json)"
+            raise UserError(message, SAVE_HINT)
         kind = ByteLevelBPE if model_bytes[:1] == b"{" else SentencePieceModel
         self._model: ByteLevelBPE | SentencePieceModel = kind(model_bytes, name)
         self.name = name
@@ -63,7 +73,7 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(self.model_bytes).hexdigest()
         self.file, self.package, self.cuts = kind.file, kind.package, kind.cuts
         self.transformers_config = self._model.transformers_config
-        self.size, self.eos = self._model.size, self._model.eos
+        self.size, self.eos, self.begin = self._model.size, self._model.eos, self._model.begin
         self.unknown, self.pad = self._model.unknown, self._model.pad
         for probe in PROBES:
             if self.decode(self.encode(probe)) != probe:
@@ -72,11 +82,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """Load and check a file.
+        """Load and check a file, or the one in a folder.
 
         Raises:
             UserError: the file cannot be read, or is larger than any tokenizer's; or see the constructor.
         """
+        if path.is_dir():
+            folder, path = path, tokenizer_file(path)
+            if not path.exists():
+                message = f"{folder} holds no tokenizer (expected {' or '.join(TOKENIZERS)})"
+                raise UserError(message, SAVE_HINT)
         with read_errors(f"the tokenizer {path}"), open_file(path) as file:
             model_bytes = file.read(LARGEST + 1)
         if len(model_bytes) > LARGEST:
@@ -99,6 +114,10 @@ class Tokenizer:
             UserError: the text is too small for this vocabulary, or the vocabulary too small for any text.
         """
         return cls(learn(texts, vocab_size, model_type))
+
+    def as_json(self) -> tuple[bytes, dict[str, Any]]:
+        """The same tokenizer as a tokenizer.json of the library `tokenizers`, and what tokenizer_config.json says."""
+        return self._model.as_json()
 
     def encode(self, text: str) -> list[int]:
         """The ids of one document, cut into chunks as a corpus cuts it; without `eos`.

@@ -1,7 +1,9 @@
 """The documents that a trained model is measured on: a split of its tokens, or any text. Needs no torch."""
 
 import hashlib
+import itertools
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,11 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pkmlm.console import stage_progress
 from pkmlm.data.corpus import FILE, Corpus, Folders, read_indexes
+from pkmlm.data.shards import Progress, SplitReader, encode_batches, undivided_warning
 from pkmlm.data.sources import find_sources
-from pkmlm.data.text import FIELD, check_separator_and_field, read_documents
+from pkmlm.data.text import FIELD, Chunk, Tally, check_separator_and_field
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.environment import usable_cores
 from pkmlm.errors import UserError
+from pkmlm.files import write_errors
 from pkmlm.recipe.schema import Recipe
 
 if TYPE_CHECKING:  # it imports torch
@@ -78,7 +84,7 @@ class TextChoice(NamedTuple):
             hint = "give a folder that `pkmlm tokenize -o` wrote, or a text with --text FILE"
             raise UserError(f"--data {missing} {problem}", hint)
         message = f"{path} has no data.dir" if missing is None else f"the tokens of {path} are not in {missing}"
-        raise UserError(message, "give their folder with --data DIR, or a text with --text FILE")
+        raise UserError(message, "give the folder of the tokens with --data DIR, or a text with --text FILE")
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,10 @@ class Documents:
     Attributes:
         name: of the split or the file; for several files, their number and pattern.
         ids: the documents' token ids, without the end-of-document token; to be read only once.
-        tokens: ids in all; words: as `len(re.split(r"\\s+", text))` summed over documents; bytes: in UTF-8.
+        tokens: of these, those that are scored; words: of their text, as `len(re.split(r"\\s+", text))` summed over
+            documents; bytes: in UTF-8.
         source: where they come from, as results record it; warnings: about what may make the result misleading.
+        unscored: how many ids of each document, its prompt, are not scored; None: documents have none.
     """
 
     name: str
@@ -99,18 +107,22 @@ class Documents:
     bytes: int
     source: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    unscored: Iterable[int] | None = None
 
 
-def chosen_documents(choice: TextChoice, run: "LoadedRun") -> Documents:
+def chosen_documents(choice: TextChoice, run: "LoadedRun", quiet: bool = True) -> Documents:
     """The documents that the options of a command choose, for one pass.
+
+    Args:
+        quiet: show no progress where a text is tokenized.
 
     Raises:
         UserError: they cannot be read, or --data gives other tokens than those that the run was trained on.
     """
     if choice.text is not None:
-        return documents_of_text(
-            choice.text, run.tokenizer, choice.separator, choice.field, separator_of(run.recipe.data.folders)
-        )
+        usual = separator_of(run.recipe.data.folders)
+        with stage_progress(quiet) as (progress, _):
+            return documents_of_text(choice.text, run.tokenizer, choice.separator, choice.field, usual, progress)
     folders = choice.token_folders(run.path, run.recipe)
     corpus = open_split(folders, choice.split or "test", run.tokenizer)
     documents, now = documents_of_split(corpus, run.tokenizer), corpus.hashes
@@ -154,17 +166,28 @@ def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None 
     Raises:
         UserError: its files are damaged, which may also show when the documents are read.
     """
-    split = corpus.split
+    split, has_answers = corpus.split, corpus.has_answers
     whole = (corpus.document(i) for i in range(corpus.documents))
-    if tokens is None or tokens >= corpus.tokens - corpus.documents:
+    prompts: list[int] = []
+    scored = corpus.tokens - corpus.documents
+    if has_answers:
+        answers = corpus.answer_lengths(0, corpus.documents)
+        prompts = (np.diff(corpus.boundaries(0, corpus.documents)) - answers).tolist()
+        scored = int(answers.sum()) - corpus.documents
+    if tokens is None or tokens >= scored:
         source = {"folder": corpus.name, "sha256": corpus.sha256, "documents": corpus.documents}
-        return Documents(split, whole, corpus.tokens - corpus.documents, corpus.words, corpus.bytes, source)
+        return Documents(split, whole, scored, corpus.words, corpus.bytes, source, unscored=prompts or None)
     first: list[np.ndarray] = []
-    while tokens > 0:
-        document = next(whole)
-        first.append(document[: whole_characters(document, tokens, tokenizer)])
-        tokens -= min(tokens, len(document))
-    return documents_of_texts(split, first, [tokenizer.decode(ids.tolist()) for ids in first])
+    texts: list[str] = []
+    for document, prompt in zip(whole, prompts or itertools.repeat(0), strict=False):
+        kept = prompt + whole_characters(document[prompt:], tokens, tokenizer)
+        first.append(document[:kept])
+        texts.append(tokenizer.decode(document[prompt:kept].tolist()))
+        tokens -= min(tokens, len(document) - prompt)
+        if tokens <= 0:
+            break
+    found = documents_of_texts(split, first, texts)
+    return replace(found, tokens=found.tokens - sum(prompts[: len(first)]), unscored=prompts) if prompts else found
 
 
 def whole_characters(ids: np.ndarray, tokens: int, tokenizer: Tokenizer) -> int:
@@ -178,45 +201,92 @@ def whole_characters(ids: np.ndarray, tokens: int, tokenizer: Tokenizer) -> int:
     return next((each for each in fewer if following.startswith(tokenizer.decode(ids[:each].tolist()))), tokens)
 
 
+@dataclass
+class PartTally(Tally):
+    """Also counts the parts, without empty ones, into which a separator would divide the documents."""
+
+    separator: str = "\n"
+    parts: int = 0
+    begun: bool = False  # whether the current part has text before `held`
+    held: str = ""  # may be the beginning of a separator
+
+    def add(self, chunk: Chunk) -> None:
+        super().add(chunk)
+        *parts, rest = (self.held + chunk.text).split(self.separator)
+        for part in parts:
+            self.parts += self.begun or bool(part)
+            self.begun = False
+        keep = max(0, len(rest) - len(self.separator) + 1)
+        self.begun, self.held = self.begun or keep > 0, rest[keep:]
+        if chunk.ends_document:
+            self.parts += self.begun or bool(self.held)
+            self.begun, self.held = False, ""
+
+
 def documents_of_text(
-    path: str, tokenizer: Tokenizer, separator: str | None = None, field: str = FIELD, usual: str | None = None
+    path: str,
+    tokenizer: Tokenizer,
+    separator: str | None = None,
+    field: str = FIELD,
+    usual: str | None = None,
+    progress: Progress = lambda stage, done, total, text: None,
 ) -> Documents:
-    """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input.
+    """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input. They are tokenized as
+    `tokenize` does it; the tokens lie in a temporary file, which disappears with the last array of them.
 
     Args:
         usual: what separates the documents of the run's tokens. Without `separator`, a text that this would divide
-            gets a warning. So does any text that `separator` does not divide.
+            gets a warning. So does any file that `separator` does not divide.
+        progress: called with "tokenizing" and the bytes that are done.
 
     Raises:
-        UserError: the file cannot be read, holds no text, or is of a format that `separator` or `field` is not for.
+        UserError: the file cannot be read, holds no text, or is of a format that `separator` or `field` is not for;
+            (exit code 1) the temporary file cannot be written.
     """
     sources = find_sources([path])
     plain = any(source.format == "txt" for source in sources)
     check_separator_and_field(sources, separator, field)
-    digest = hashlib.sha256()  # of the stored bytes of all files, one after another
-    texts: list[str] = []
-    for source in sources:
-        with source.open() as stream:
-            stream.digest = digest
-            texts += read_documents(stream, separator, field)
+    tally = PartTally(separator=usual) if usual is not None and plain and separator is None else Tally()
+    reader = SplitReader("tokenizing", sources, separator, field, progress, (0.0, 1.0), tokenizer.cuts, tally=tally)
+    tokens, ends = spilled(encode_batches(reader, tokenizer, usable_cores()), tokenizer.eos)
     one = "standard input" if path == "-" else sources[0].plain_name
-    if not texts:
+    if not tally.documents:
         raise UserError(
             f"{one if path == '-' else path} holds no text", "give another text, or a split of the run with --split"
         )
     name = one if len(sources) == 1 else f"{len(sources)} files of {path}"
     warnings: tuple[str, ...] = ()
-    if usual is not None and plain and separator is None:
-        divided = sum(bool(part) for text in texts for part in text.split(usual))
-        if divided > len(texts):
-            few = f"{len(texts):,} document{'s' * (len(texts) > 1)}"
-            more = f"--separator {usual!r}, as for the run's tokens, divides it into {divided:,}"
-            warnings = (f"{name}: read as {few}, but {more}",)
-    if separator is not None and plain and len(texts) <= len(sources):
-        warnings = (f"{name}: {separator!r} divides nothing: each file is one document",)
-    read = {"file": path, "sha256": digest.hexdigest(), "separator": separator, "field": field, "documents": len(texts)}
-    documents = documents_of_texts(name, [tokenizer.encode_array(text) for text in texts], texts)
-    return replace(documents, source=read, warnings=warnings)
+    if isinstance(tally, PartTally) and tally.parts > tally.documents:
+        few = f"{tally.documents:,} document{'s' * (tally.documents > 1)}"
+        more = f"--separator {usual!r}, as for the run's tokens, divides it into {tally.parts:,}"
+        warnings = (f"{name}: read as {few}, but {more}",)
+    if separator is not None and reader.undivided:
+        warnings = (undivided_warning(reader.undivided, separator),)
+    digests = [origin.sha256 for origin in reader.origins]
+    sha256 = digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    read = {"file": path, "sha256": sha256, "separator": separator, "field": field, "documents": tally.documents}
+    ids = (tokens[start + 1 : end] for start, end in itertools.pairwise([-1, *ends]))
+    return Documents(name, ids, len(tokens) - len(ends), tally.words, tally.bytes, read, warnings)
+
+
+def spilled(arrays: Iterable[np.ndarray], eos: int) -> tuple[np.ndarray, list[int]]:
+    """Tokens as one array that is mapped from a temporary file without a name, and where `eos` is in it.
+
+    Raises:
+        UserError: (exit code 1) there is no room for them.
+    """
+    folder, tokens, ends = Path(tempfile.gettempdir()), np.empty(0, np.int64), list[int]()
+    with write_errors(folder):
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+    with file:
+        written = 0
+        for tokens in arrays:
+            with write_errors(folder):
+                file.write(tokens.data)
+                file.flush()
+            ends += (np.flatnonzero(tokens == eos) + written).tolist()
+            written += len(tokens)
+        return (np.asarray(np.memmap(file, tokens.dtype, "r", shape=(written,))) if written else tokens), ends
 
 
 def documents_of_texts(name: str, ids: list[np.ndarray], texts: list[str]) -> Documents:

@@ -6,8 +6,10 @@ from typing import Any
 
 from pkmlm.console import token_progress
 from pkmlm.distributed import World
+from pkmlm.environment import work_offline_without_hub
 from pkmlm.errors import UserError
-from pkmlm.evaluate.documents import TextChoice, chosen_documents
+from pkmlm.evaluate.answers import score_answers
+from pkmlm.evaluate.documents import TextChoice, chosen_documents, open_split
 from pkmlm.evaluate.load import LoadedRun, load_on_all_ranks
 from pkmlm.evaluate.perplexity import score
 from pkmlm.runs.results import perplexity_file, tasks_file, write_evaluation
@@ -64,6 +66,7 @@ def evaluate_run(
     world: World,
     *,
     stride: int | None = None,
+    answers: bool = False,
     tasks: str | None = None,
     task_data: str | None = None,
     num_fewshot: int | None = None,
@@ -78,6 +81,7 @@ def evaluate_run(
         step: "latest", "best" or a number.
         choice: the text; with tasks, perplexity is computed only if the user chose a text.
         stride: tokens scored by a window, see `score`.
+        answers: whether prompts of the split are answered, too, see `score_answers`.
         tasks, task_data, num_fewshot: see `load_tasks`.
         limit, batch_size: see `score_tasks`.
         base: see `load_run`.
@@ -87,6 +91,8 @@ def evaluate_run(
         UserError: the run, the text or the tasks cannot be loaded; scores are not finite (exit code 1).
     """
     if tasks is not None:  # first: bad rows are reported before a model is loaded
+        if task_data is None:
+            work_offline_without_hub()
         from pkmlm.evaluate.lm_eval import score_tasks  # this import takes seconds
         from pkmlm.evaluate.tasks import load_tasks
 
@@ -99,12 +105,17 @@ def evaluate_run(
     samples: list[dict[str, Any]] = []
     warnings: list[str] = []
     if tasks is None or choice.explicit:
-        documents = chosen_documents(choice, run)
+        documents = chosen_documents(choice, run, quiet)
         with token_progress("scoring", documents.tokens, quiet) as advance:
             found = score(run.model, documents, run.prefix, stride=stride, advance=advance, world=world)
         assert found is not None
         record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": asdict(found)}
         warnings += documents.warnings
+        if answers:
+            corpus = open_split(choice.token_folders(run.path, run.recipe), choice.split or "test", run.tokenizer)
+            with token_progress("answering", documents.tokens, quiet) as advance:
+                said = score_answers(run, corpus, advance, world)
+            record |= {"answers": said}
         if tasks is not None and world.rank == 0:  # the tasks may fail, or be stopped, after hours
             Evaluation(run, choice, stride, record, samples, warnings).keep()
     if tasks is not None:

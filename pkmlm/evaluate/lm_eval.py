@@ -41,6 +41,7 @@ class PkmLM(TemplateLM):
 
     Attributes:
         requests, truncated: how many requests each task made, and how many of them were cut.
+        spanning: in how many of them a token spans the join of context and continuation.
         batch_size: rows of a forward pass; None: as many as `TOKENS` allows. A row is a question with its choices.
     """
 
@@ -72,6 +73,7 @@ class PkmLM(TemplateLM):
         self.advance = advance
         self.requests: Counter[str] = Counter()
         self.truncated: Counter[str] = Counter()
+        self.spanning: Counter[str] = Counter()
         self._device = self.run.device
         self._max_tokens = math.inf  # limit of a forward pass, once a larger one has run out of memory
 
@@ -95,22 +97,29 @@ class PkmLM(TemplateLM):
         """For each (context, continuation): the sum of log p of the continuation, and whether it is the greedy one."""
         encoded = []
         for request in requests:
-            before, continuation = self._encode_pair(*request.args)
+            before, continuation, spanning = self._encode_joined(*request.args)
             encoded.append((request.args, before, continuation))
-            self.requests[request.task_name or ""] += 1
-            self.truncated[request.task_name or ""] += len(before) + len(continuation) > self.max_length + 1
+            task = request.task_name or ""
+            self.requests[task] += 1
+            self.truncated[task] += len(before) + len(continuation) > self.max_length + 1
+            self.spanning[task] += spanning
         return self._loglikelihood_tokens(encoded)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of a context and of what follows it, from the encoding of both together.
+        """The ids of a context and of what follows it, see `_encode_joined`."""
+        return self._encode_joined(context, continuation)[:2]
 
-        White space at the end of the context belongs to the continuation, as in lm-eval. A token that spans the
-        join is scored as part of the continuation.
+    def _encode_joined(self, context: str, continuation: str) -> tuple[list[int], list[int], bool]:
+        """The ids of a context and of what follows it, from the encoding of both together; and whether tokens span the
+        join: these are scored as part of the continuation.
+
+        White space at the end of the context belongs to the continuation, as in lm-eval. Where tokens span the join,
+        lm-eval's own models score something else: all but as many tokens as the context has by itself.
         """
         whole = self.tok_encode(context + continuation)
         before = self.tok_encode(context.rstrip())
         shared = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
-        return whole[:shared] or [self.prefix_token_id], whole[shared:]
+        return whole[:shared] or [self.prefix_token_id], whole[shared:], shared < len(before)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -272,6 +281,7 @@ def score_tasks(
             **task_record(each.task, found["results"][name], found["samples"][name]),
             "requests": model.requests[name],
             "truncated": model.truncated[name],
+            "spanning": model.spanning[name],
             "num_fewshot": each.task.config.num_fewshot or 0,
             "version": found["versions"][name],
             "data": None if each.rows is None else {"file": each.rows.file.name, "sha256": each.rows.sha256},

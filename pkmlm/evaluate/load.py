@@ -7,21 +7,21 @@ from pathlib import Path
 
 import torch
 
-from pkmlm.data.canonical import ids_sha256
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.device import check_device, default_device, is_finite
+from pkmlm.device import check_device, default_device
 from pkmlm.distributed import World
 from pkmlm.errors import UserError, read_errors
-from pkmlm.export.config import ATTACHED, is_attached, is_export
+from pkmlm.export.config import ATTACHED, is_attached, is_export, is_pretrained
 from pkmlm.export.folder import read_export
+from pkmlm.export.pretrained import read_pretrained_model
 from pkmlm.files import sha256_of
 from pkmlm.memory.table import table_ranks
 from pkmlm.model.language_model import LanguageModel
-from pkmlm.model.transformer import build_model
+from pkmlm.model.transformer import Transformer, build_model, tell_signs
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.record import checkpoint_digest, read_progress
+from pkmlm.runs.record import Progress, checkpoint_digest, read_progress
 
 # Opens attachments. It is imported by name: attaching builds on measuring and training, and so lies above this room.
 OPENER = "pkmlm.attach.hosted"
@@ -38,7 +38,7 @@ class LoadedRun:
         checkpoint: its digest, by which results name it; empty for an export or an attachment.
         model: in evaluation mode, in fp32; but tables of an export may be in 8 or 4 bits, and a model with a memory
             attached is in its own dtype.
-        begin: the token that begins a text, if it is not the end-of-document token.
+        begin: the token that begins a text, if it is not the tokenizer's.
         data: sha256 of "tokenizer" and of the splits "train" and "valid" that it was trained on; empty for an export.
     """
 
@@ -65,20 +65,23 @@ class LoadedRun:
 
     @property
     def prefix(self) -> int:
-        """The token that is put before a text: the end-of-document token, as in training; for a model with a memory
+        """The token that is put before a text: the tokenizer's `begin`, as in training; for a model with a memory
         attached, the `bos_token_id` of its config if there is one, as in lm-eval's own backend.
         """
-        return self.tokenizer.eos if self.begin is None else self.begin
+        return self.tokenizer.begin if self.begin is None else self.begin
 
 
 def load_run(
-    path: str | Path, step: str | int = "best", device: str | torch.device | None = None, base: str | Path | None = None
+    path: str | Path,
+    step: str | int = "latest",
+    device: str | torch.device | None = None,
+    base: str | Path | None = None,
 ) -> LoadedRun:
     """Load a checkpoint of a run, an export, or an attachment that `Attachment.save` wrote; the last two hold one step.
 
     Args:
         path: the run directory or the folder.
-        step: "best" (by validation loss), "latest" or a number; for an export, either word means its only step.
+        step: "latest", "best" (by validation loss) or a number; for an export, either word means its only step.
         device: None: CUDA if available, else the CPU.
         base: the folder of the model that an attachment belongs to; None: the one that it records.
 
@@ -97,42 +100,38 @@ def load_run(
         if attached:
             opened: LoadedRun = importlib.import_module(OPENER).open_attached(path, base, device)
         else:
-            recipe, (_, held, tokens), model, tokenizer = read_export(path, device)
+            read = read_pretrained_model if is_pretrained(path) else read_export
+            recipe, (_, held, tokens), model, tokenizer = read(path, device)
             opened = LoadedRun(path, held, tokens, recipe, model, tokenizer, device)
         if step not in ("best", "latest", str(opened.step)):
             raise UserError(f"{path} holds only step {opened.step} (found --step {step})", "leave --step out")
-        check_values(opened.model, path)
+        check_ids(opened.model, path)
         opened.model.eval().requires_grad_(False)
         return opened
     run = RunDirectory.existing(path)
-    while True:
-        number = run.resolve(step)
-        folder = run.checkpoint(number)
-        try:
-            checkpoint.verify(folder, optimizer=False)
-            progress, recipe, digest = read_progress(folder), run.recipe_of(number), checkpoint_digest(folder)
-            expected = build_model(recipe, progress.vocab_size, "meta")
-            checkpoint.check_weights(folder, expected.state_dict(), table_ranks(expected))
-            model = build_model(recipe, progress.vocab_size, device, init_weights=False)
-            checkpoint.load_weights(folder, model.state_dict(), table_ranks(model))
-            break
-        except UserError:
-            if folder.exists():
-                raise
-            # a training process has replaced it since: look again
+
+    def load(folder: Path) -> tuple[Progress, Recipe, str, Transformer]:
+        checkpoint.verify(folder, optimizer=False)
+        progress, digest = read_progress(folder), checkpoint_digest(folder)
+        recipe = run.recipe_of(progress.step)
+        expected = build_model(recipe, progress.vocab_size, "meta")
+        checkpoint.check_weights(folder, expected.state_dict(), table_ranks(expected))
+        model = build_model(recipe, progress.vocab_size, device, init_weights=False)
+        checkpoint.load_weights(folder, model.state_dict(), table_ranks(model))
+        return progress, recipe, digest, model
+
+    progress, recipe, digest, model = run.of(step, load)
     with read_errors(run.tokenizer_file, exit_code=1):
         tokenizer_sha256 = sha256_of(run.tokenizer_file)
     if tokenizer_sha256 != progress.data["tokenizer"]:
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
         raise UserError(message, "copy it again from the tokens that the run was trained on", exit_code=1)
     tokenizer = Tokenizer.load(run.tokenizer_file)
-    for ids, found in model.token_ids.items():
-        if ids_sha256(found.get_buffer("ids_V").cpu()) != progress.data.get(ids):
-            message = f"{run.checkpoint(number)}: its {ids} ids of tokens are not those that the run was trained with"
-            raise UserError(message, "copy the run's folder again", exit_code=1)
-    check_values(model, run.checkpoint(number))
+    tell_signs(model)
     frozen = model.eval().requires_grad_(False)
-    return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, digest, data=progress.data)
+    return LoadedRun(
+        run.path, progress.step, progress.tokens, recipe, frozen, tokenizer, device, digest, data=progress.data
+    )
 
 
 def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: str | Path | None = None) -> LoadedRun:
@@ -145,17 +144,8 @@ def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: st
         return run if run.step == newest else load_run(path, str(newest), base=base)
 
 
-def check_values(model: LanguageModel, path: Path) -> None:
-    """Refuse weights that training cannot produce, even if their hashes match.
-
-    Raises:
-        UserError: (exit code 1) one is not finite, a variance or a scale is negative, or an n-gram memory's integers
-            are out of their range.
-    """
-    for name, tensor in model.state_dict().items():
-        if not is_finite(tensor) or (name.endswith(("running_var", "scale_K")) and (tensor < 0).any()):
-            message = f"{path}: {name} holds numbers that training cannot produce"
-            raise UserError(message, "evaluate another step, or train again", exit_code=1)
+def check_ids(model: LanguageModel, path: Path) -> None:
+    """Refuse (exit code 1) ids of tokens for which a table has no rows."""
     for name, ids in model.named_buffers():
         limit = {"ids_V": len(ids), "multipliers_HG": 2**32}.get(name.rpartition(".")[2])
         if limit is not None and not bool(((ids >= 0) & (ids < limit)).all()):  # rows would lie beyond the table

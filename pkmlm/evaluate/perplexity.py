@@ -49,18 +49,20 @@ class Perplexity:
         return self.nll / self.tokens
 
 
-def windows(ids: np.ndarray, prefix: int, context: int, stride: int) -> Iterator[Window]:
-    """Cut a document into windows in which each token is scored once.
+def windows(ids: np.ndarray, prefix: int, context: int, stride: int, unscored: int = 0) -> Iterator[Window]:
+    """Cut a document (integers, (n,), which may be on disk) into windows in which each token is scored once, except the
+    first `unscored`.
 
     The first window scores up to `context` tokens after the prefix token; each later one the next `stride`, with as
     much context before them as fits. With stride = context this is the harness's rule: only the last window overlaps
     another.
     """
-    stream = np.concatenate([[prefix], ids])
     done = 0
     while done < len(ids):
         stop = min(len(ids), done + (context if done == 0 else stride))
-        yield Window(stream[max(0, stop - context) : stop], stream[done + 1 : stop + 1])
+        tokens = ids[stop - 1 - context : stop - 1] if stop > context else np.concatenate([[prefix], ids[: stop - 1]])
+        if stop > unscored:
+            yield Window(tokens.astype(np.int64), ids[max(done, unscored) : stop].astype(np.int64))
         done = stop
 
 
@@ -99,7 +101,12 @@ def score(
         raise UserError(f"--stride {stride} is out of range (expected 1 to the model's context, {model.context})")
     tokens = 0
     sums: list[float] = []  # one per batch: added up in order, they give the same bits in any world
-    stream = (window for ids in documents.ids for window in windows(ids, prefix, model.context, stride))
+    prompts = itertools.repeat(0) if documents.unscored is None else documents.unscored
+    stream = (
+        window
+        for ids, unscored in zip(documents.ids, prompts, strict=False)
+        for window in windows(ids, prefix, model.context, stride, unscored)
+    )
     nothing: list[Window] = []
     while group := list(itertools.islice(stream, batch)):
         tokens += sum(len(window.targets) for window in group)

@@ -5,10 +5,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from typing_extensions import NotRequired, TypedDict
-
 from pkmlm.errors import UserError
-from pkmlm.files import check_json, read_json
+from pkmlm.files import read_json
+from pkmlm.model.convert import ARCHITECTURES, Architecture
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import bind, merge
 from pkmlm.recipe.nodes import Node
@@ -23,15 +22,6 @@ CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py")  # and the files of pkmlm
 MODEL_TYPE = "pkmlm"
 TABLE_BITS = (8, 4)
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-class Trained(TypedDict):
-    """What config.json holds about the model's training."""
-
-    recipe: NotRequired[dict[str, Any] | None]
-    run: NotRequired[str | None]
-    step: NotRequired[int | None]
-    tokens: NotRequired[int | None]
 
 
 class Origin(NamedTuple):
@@ -53,6 +43,15 @@ def is_export(path: Path) -> bool:
     return any((path / name).is_file() for name in (CONFIG, *CODE, ATTACHED)) and not (path / "recipe.yaml").exists()
 
 
+def is_pretrained(path: Path) -> bool:
+    """Whether a folder holds a model of an architecture that transformers has, and that is read without its code."""
+    try:
+        config = read_json(path / CONFIG, "the model's configuration")
+    except UserError:
+        return False
+    return isinstance(config, dict) and str(config.get("model_type")) in ARCHITECTURES
+
+
 def config_of(
     recipe: Recipe,
     rows: int,
@@ -60,7 +59,6 @@ def config_of(
     origin: Origin,
     dtype: str,
     table_bits: int | None,
-    ids_sha256: dict[str, str],
 ) -> dict[str, Any]:
     """The content of config.json: the recipe's `model` key by key, the rest of the recipe under `trained`, with what
     `model` says about training.
@@ -69,7 +67,6 @@ def config_of(
         rows: of the embedding.
         dtype: of the weights, a key of `DTYPE_NAMES`.
         table_bits: of an entry of a table, one of `TABLE_BITS`; None: tables are in `dtype`.
-        ids_sha256: of the maps of token ids that memories read by, by their kinds.
     """
     whole = asdict(recipe)
     shape = whole["model"] | {"vocab_size": rows}
@@ -85,17 +82,34 @@ def config_of(
         "model_type": MODEL_TYPE,
         "dtype": DTYPE_NAMES[dtype],
         "table_bits": table_bits,
-        "ids_sha256": ids_sha256,
         **special_ids(tokenizer),
         **shape,
         "trained": {**origin._asdict(), "recipe": whole | {"model": {"memories": learning}}},
     }
 
 
-def special_ids(tokenizer: "Tokenizer") -> dict[str, int]:
-    """The special tokens: the end-of-document token begins and ends a text."""
+def config_as(
+    architecture: Architecture, recipe: Recipe, section: Model, tokenizer: "Tokenizer", origin: Origin, dtype: str
+) -> dict[str, Any]:
+    """The content of config.json of a model of an architecture that transformers has.
+
+    Args:
+        section: the recipe's, with `vocab_size`; it is of this architecture.
+    """
     return {
-        "bos_token_id": tokenizer.eos,
+        "architectures": [architecture.CLASS],
+        "model_type": architecture.TYPE,
+        "dtype": DTYPE_NAMES[dtype],
+        **special_ids(tokenizer),
+        **(architecture.config(section) or {}),
+        "trained": {**origin._asdict(), "recipe": {"data": asdict(recipe.data)}},
+    }
+
+
+def special_ids(tokenizer: "Tokenizer") -> dict[str, int]:
+    """The special tokens."""
+    return {
+        "bos_token_id": tokenizer.begin,
         "eos_token_id": tokenizer.eos,
         "pad_token_id": tokenizer.pad,
     }
@@ -117,25 +131,32 @@ def read_config(path: Path) -> tuple[Recipe, Origin, int | None]:
     if found != MODEL_TYPE:
         message = f"{path}: model_type {found!r} (expected {MODEL_TYPE!r})"
         raise UserError(message, "`pkmlm export` writes such folders", exit_code=1 if found is None else 2)
-    trained = config.get("trained", {})
-    try:
-        check_json(trained, Trained)
-    except TypeError as problem:
-        raise UserError(f"{path}: trained: {problem}", exit_code=1) from None
     table_bits = config.get("table_bits")
     if table_bits not in (None, *TABLE_BITS):
         raise UserError(f"{path}: table_bits: found {table_bits!r} (expected null, 8 or 4)", exit_code=1)
-    origin = Origin(trained.get("run") or path.parent.name, trained.get("step") or 0, trained.get("tokens") or 0)
     shape = {field.name: config[field.name] for field in fields(Model) if field.name in config}
     places: dict[str, str] = {}
     try:
-        tree = merge(node_of(trained.get("recipe") or {}, str(path)), node_of({"model": shape}, str(path)))
+        rest = trained_of(config).get("recipe") or {}
+        tree = merge(node_of(rest, str(path)), node_of({"model": shape}, str(path)))
         recipe: Recipe = bind(tree, Recipe, "", places)
-        return check_recipe(recipe, places), origin, table_bits
+        return check_recipe(recipe, places), origin_of(config, path.parent), table_bits
     except UserError as error:
         raise UserError(error.message, error.hint, exit_code=1) from None
     except RecursionError:
         raise UserError(f"{path}: nested too deeply", exit_code=1) from None
+
+
+def trained_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration says of the model's training: its run, step and tokens, and the rest of its recipe."""
+    found = config.get("trained")
+    return found if isinstance(found, dict) else {}
+
+
+def origin_of(config: dict[str, Any], folder: Path) -> Origin:
+    """Where the weights of a folder come from: without a run, the folder itself."""
+    trained = trained_of(config)
+    return Origin(trained.get("run") or folder.resolve().name, trained.get("step") or 0, trained.get("tokens") or 0)
 
 
 def node_of(value: Any, place: str) -> Node:

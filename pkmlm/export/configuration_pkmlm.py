@@ -15,7 +15,6 @@ class PkmlmConfig(PretrainedConfig):
         memories: by name, each with its kind and the keys of that kind.
         table_bits: 8 or 4: the tables of memories are codes of this many bits, with one scale per row; None: they are
             ordinary weights.
-        ids_sha256: sha256 of the maps of token ids that memories read by, as "canonical" and "plain".
         trained: where the weights come from: run, step, tokens and the rest of the recipe. The model does not use it.
         keys: the other keys of `model`, and those of `transformers`.
     """
@@ -40,12 +39,11 @@ class PkmlmConfig(PretrainedConfig):
         tie_embeddings: bool = True,
         memories: dict[str, dict[str, Any]] | None = None,
         table_bits: int | None = None,
-        ids_sha256: dict[str, str] | None = None,
         trained: dict[str, Any] | None = None,
         use_cache: bool = True,
         **keys: Any,
     ):
         self.vocab_size, self.dim, self.layers, self.heads, self.context = vocab_size, dim, layers, heads, context
-        self.memories, self.table_bits, self.ids_sha256 = memories or {}, table_bits, ids_sha256 or {}
+        self.memories, self.table_bits = memories or {}, table_bits
         self.trained, self.use_cache = trained or {}, use_cache
         super().__init__(**{"tie_word_embeddings": tie_embeddings, **keys})

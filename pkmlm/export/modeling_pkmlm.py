@@ -3,9 +3,9 @@
 B: sequences; T: new positions; S: all positions so far; D: model width; V: vocabulary; h: heads; e: width of a head.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
@@ -24,6 +25,7 @@ from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import Values, tables_of
 from pkmlm.model.attention import AttentionLayout, KVCache, positions_of
+from pkmlm.model.transformer import Block as OwnBlock
 from pkmlm.model.transformer import Network, build_parts, kept_in_fp32
 from pkmlm.recipe.shape import Shape
 
@@ -40,6 +42,7 @@ class Section(Shape):
     def __init__(self, config: PkmlmConfig):
         self.__dict__.update(vars(config))
         self.tie_embeddings = True
+        self.rotary_scaling = SimpleNamespace(**config.rotary_scaling)
         self.memories = {name: spec_of(keys) for name, keys in config.memories.items()}
 
 
@@ -71,6 +74,8 @@ class SharedCache(KVCache):
         # In early releases of transformers 5, a cache of fixed size needs the places.
         place = {"cache_position": torch.arange(self.length, total, device=k_BhTe.device)}
         k_BhSe, v_BhSe = self.cache.update(k_BhTe, v_BhTe, block, place)
+        if getattr(self.cache.layers[block], "max_cache_len", None) is None:  # one of fixed size has more, unused
+            self.check(k_BhSe.shape[2], total)
         return k_BhSe[:, :, :total], v_BhSe[:, :, :total]
 
     def append(self, name: str, x: Tensor, dim: int = 1) -> Tensor:
@@ -87,16 +92,33 @@ class SharedCache(KVCache):
             layers.append(layer)
         x_B1TX = x.reshape(len(x), 1, x.shape[1], -1)
         x_BSX = layers[place].update(x_B1TX, x_B1TX[..., :1])[0][:, 0]
+        self.check(x_BSX.shape[1], self.length + x.shape[1])
         return x_BSX.reshape(*x_BSX.shape[:2], *x.shape[2:])
 
+    def check(self, found: int, expected: int) -> None:
+        """Refuse a cache whose layers do not all hold the same positions."""
+        if found != expected:
+            what = f"a layer of the cache holds {found} positions (expected {expected})"
+            raise ValueError(f"{what}: an earlier call was interrupted; start with an empty cache")
 
-def documents(positions_BT: Tensor | None) -> Tensor | None:
-    """The number of each token's document: one begins wherever positions do not go on by one. None: there is only one
-    in each row.
+
+def documents(positions_BT: Tensor | None, mask_BT: Tensor | None) -> Tensor | None:
+    """The number of each token's document: one begins wherever positions do not go on from those of the token before by
+    one, or, over padding between the two, by as many places at most. None: there is only one in each row.
+
+    Args:
+        mask_BT: false for padding, which begins none; None: there is none.
     """
-    if positions_BT is None:
+    if positions_BT is None or positions_BT.shape[1] == 1:
         return None
-    document_BT = (positions_BT.diff(prepend=positions_BT[:, :1] - 1) != 1).cumsum(1)
+    if mask_BT is None:
+        mask_BT = torch.ones_like(positions_BT)
+    place_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
+    last_BT = torch.where(mask_BT.bool(), place_T, -1).cummax(1).values  # the last token up to here
+    before_BT = pad(last_BT[:, :-1], (1, 0), value=-1)
+    step_BT = positions_BT - positions_BT.expand_as(before_BT).gather(1, before_BT.clamp(min=0))
+    follows_BT = (step_BT >= 1) & (step_BT <= place_T - before_BT)
+    document_BT = (mask_BT.bool() & (before_BT >= 0) & ~follows_BT).cumsum(1)
     return document_BT if bool(document_BT[:, -1].any()) else None
 
 
@@ -122,7 +144,7 @@ def seen_by(mask: Tensor | None, document_BT: Tensor | None, in_order_1T: Tensor
     if document_BT is not None:
         seen_BTS = seen_BTS & (document_BT[:, :, None] == document_BT[:, None, :])
     if mask is not None:
-        seen_BTS = seen_BTS.repeat(len(mask), 1, 1)
+        seen_BTS = seen_BTS.expand(len(mask), -1, -1).clone()
         seen_BTS[..., : mask.shape[1]] &= mask[:, None, : len(key_S)].bool()
         seen_BTS |= key_S == query_T1  # padding sees itself: a row that sees nothing would be NaN
     return seen_BTS
@@ -136,11 +158,15 @@ def seen_by_the_next(seen_BTS: Tensor) -> Tensor:
     return pad(torch.cat([of_old_BS, of_new_BT], 1), (0, 1), value=True)
 
 
-def layout_of(seen_BTS: Tensor, positions_BT: Tensor | None) -> AttentionLayout:
-    """Mask and positions; positions that only count what each token sees are left out."""
+def layout_of(seen_BTS: Tensor, positions_BT: Tensor | None, mask_BT: Tensor | None) -> AttentionLayout:
+    """Mask and positions; positions that only count what each token sees are left out. Those of padding are ignored."""
+    if positions_BT is None:
+        return AttentionLayout(None, seen_BTS)
     count_BT = seen_BTS.sum(-1) - 1
-    counted = positions_BT is None or bool(((positions_BT == count_BT) | (count_BT <= 0)).all())
-    return AttentionLayout(None if counted else positions_BT, seen_BTS)
+    counts_BT = (positions_BT == count_BT) | (count_BT <= 0)
+    if mask_BT is not None:
+        counts_BT |= ~mask_BT.bool()
+    return AttentionLayout(None if bool(counts_BT.all()) else positions_BT, seen_BTS)
 
 
 @torch.no_grad()
@@ -152,6 +178,10 @@ def resize_table(table: Values, rows: int) -> None:
         setattr(table, name, nn.Parameter(resized, tensor.requires_grad) if name == "weight_KD" else resized)
 
 
+class Block(GradientCheckpointingLayer, OwnBlock):
+    """Our block, whose activations `transformers` can recompute in the backward pass (gradient checkpointing)."""
+
+
 class PkmlmPreTrainedModel(PreTrainedModel):
     """What the two models share: how `transformers` may treat them, and the initial weights of a new one."""
 
@@ -159,6 +189,7 @@ class PkmlmPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _input_embed_layer = "embedding"
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the library has it)
     _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
@@ -173,11 +204,9 @@ class PkmlmPreTrainedModel(PreTrainedModel):
             for table, old, new in zip(memory.read_tables(), *shapes, strict=False):
                 if old.rows != new.rows:
                     resize_table(table, new.rows)
-        for name, ids in self.base_model.token_ids.items():
+        for ids in self.base_model.token_ids.values():
             kept_V = ids.ids_V[: embedding.num_embeddings]
             ids.ids_V = torch.cat([kept_V, torch.arange(len(kept_V), embedding.num_embeddings, device=kept_V.device)])
-            digest = hashlib.sha256(ids.ids_V.cpu().numpy().astype("<i8").tobytes()).hexdigest()
-            self.config.ids_sha256 = {**self.config.ids_sha256, name: digest}
         return embedding
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -202,6 +231,8 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
             raise ValueError(f"table_bits {config.table_bits!r} is not known here (expected None, 8 or 4)")
         section: Any = Section(config)
         self.assemble(section, config.vocab_size, *build_parts(section, config.vocab_size))
+        for block in self.blocks:
+            block.__class__ = Block
         self.reads_tokens = section.smear or any(memory.lookback for memory in section.memories.values())
         for table in tables_of(self).values():
             if config.table_bits is not None:
@@ -256,8 +287,8 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
 
         Args:
             attention_mask: (B, S), false for padding; or (B, 1, T, S), which tokens each token sees: true, or 0.
-            position_ids: (B, T); None: counted from the first that is not padding. Without a mask and a cache, a
-                document begins wherever they do not go on by one; it sees nothing before it.
+            position_ids: (B, T); None: counted from the first that is not padding. Without a mask of what each token
+                sees, a document begins wherever they do not go on by one; it sees nothing before it.
             cache: the keys and values of earlier positions, a `Cache`; transformers before 5.24 calls it
                 `past_key_values`.
 
@@ -271,18 +302,28 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
             raise ValueError("this model looks rows up by the tokens: give input_ids, not inputs_embeds")
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         new, cache = given.shape[1], past_key_values if cache is None else cache
+        if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != new):
+            raise ValueError(f"position_ids has shape {tuple(position_ids.shape)} (expected {tuple(given.shape[:2])})")
         past = 0 if cache is None else int(cache.get_seq_length())
         if attention_mask is not None and attention_mask.ndim == 2 and bool(attention_mask.all()):
             attention_mask = None
         in_order_1T = torch.arange(past, past + new, device=given.device)[None]
         if attention_mask is None and position_ids is not None and bool((position_ids == in_order_1T).all()):
             position_ids = None
-        document_BT = None if past or attention_mask is not None else documents(position_ids)
+        if self.training and torch.is_grad_enabled() and any(each.gradient_checkpointing for each in self.blocks):
+            use_cache = False  # it would get the keys and values twice
+            if cache is not None:
+                raise ValueError("a cache is given, but activations are recomputed (gradient checkpointing)")
+        document_BT = mask_BT = None
+        if attention_mask is not None and attention_mask.ndim == 2:
+            mask_BT = attention_mask[:, past : past + new]
+        if attention_mask is None or mask_BT is not None:  # a mask of four axes says itself what is seen
+            document_BT = documents(position_ids, mask_BT)
         if document_BT is not None and (cache is not None or use_cache):
             raise ValueError("documents in a row (by their position_ids) are read without a cache")
         layout = None
         if attention_mask is not None or position_ids is not None:
-            layout = layout_of(seen_by(attention_mask, document_BT, in_order_1T), position_ids)
+            layout = layout_of(seen_by(attention_mask, document_BT, in_order_1T), position_ids, mask_BT)
         longest = past + new if layout is None or document_BT is None else int(positions_of(layout).max()) + 1
         if longest > self.context:
             raise ValueError(f"{longest} positions do not fit the context of {self.context}")

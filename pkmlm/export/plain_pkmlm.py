@@ -24,6 +24,7 @@ from pkmlm.kernels.reference import bucket_reads as bucket_reads
 from pkmlm.kernels.reference import score_gradients as score_gradients
 from pkmlm.kernels.reference import sort_reads as sort_reads
 
+LEARNS_BUCKETS = KEEPS_SUMS = False  # as in the reference
 ENTRIES = 1 << 24  # of rows that exist at a time
 
 
@@ -91,6 +92,13 @@ def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:
         segments.token_M, x_ND.float(), segments.start_S[:-1], mode="sum", per_sample_weights=weight_M.float()
     )
     return sums_UD.to(weight_M.dtype)
+
+
+def segment_add_(out_KD: Tensor, x_ND: Tensor, segments: Segments, read_K: Tensor | None = None) -> None:
+    """Add `segment_sum` to the rows of a table, in place, and mark these rows in `read_K` (bool)."""
+    out_KD.index_add_(0, segments.rows_U, segment_sum(x_ND, segments))
+    if read_K is not None:
+        read_K[segments.rows_U] = True
 
 
 def sums_of(rows_nrD: Tensor, weights_nr: Tensor) -> Tensor:

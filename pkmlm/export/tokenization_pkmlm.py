@@ -44,12 +44,22 @@ class PkmlmTokenizer(PreTrainedTokenizer):
     def __init__(self, vocab_file: str, **kwargs: Any):
         self.vocab_file = vocab_file
         self.processor: Any = sentencepiece.SentencePieceProcessor(model_file=vocab_file)
-        ends = [self.processor.eos_id(), self.processor.bos_id()]
-        end = self.processor.id_to_piece(next(i for i in ends if i >= 0))
+        ends = [i for i in (self.processor.eos_id(), self.processor.bos_id()) if i >= 0]
+        end, begin = self.processor.id_to_piece([ends[0], ends[-1]])
         unknown = self.processor.id_to_piece(self.processor.unk_id())
-        given = {"bos_token": end, "eos_token": end, "unk_token": unknown, "pad_token": unknown}
+        given = {"bos_token": begin, "eos_token": end, "unk_token": unknown, "pad_token": unknown}
         plain = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
         super().__init__(**{**given, **plain, **kwargs})
+
+    def __call__(self, *args: Any, return_offsets_mapping: bool = False, **options: Any) -> Any:
+        """As in the library, which leaves offsets out without a word.
+
+        Raises:
+            NotImplementedError: offsets are asked for.
+        """
+        if return_offsets_mapping:
+            raise NotImplementedError("this tokenizer gives no offsets: it encodes texts in Python")
+        return super().__call__(*args, **options)
 
     @property
     def vocab_size(self) -> int:

@@ -17,7 +17,9 @@ from pkmlm.kernels import reference
 
 def of(x: Tensor) -> ModuleType:
     """The module whose kernels take tensors like x: numba's for fp32 on the CPU, Triton's for floats of up to 32 bits
-    on CUDA, else the reference. Each defines what `ops` calls, under the same names as `reference`.
+    on CUDA, else the reference. Each defines what `ops` calls, under the same names as `reference`, and two constants:
+    LEARNS_BUCKETS, whether it has kernels for all reads of buckets and their gradient, or leaves them to torch, but for
+    a few; KEEPS_SUMS, whether `RowGradient.keep_sums` may make an update faster.
 
     Raises:
         UserError: Triton cannot build its kernels on this machine.

@@ -22,8 +22,9 @@ from torch import Tensor
 from pkmlm.kernels import reference
 from pkmlm.kernels.cpu_search import product_key_search, product_top_k, top_k  # noqa: F401 (`backend` looks here)
 from pkmlm.kernels.jit import array_of, call, compiled, even_bounds, kernel, over_threads
-from pkmlm.kernels.reference import Quantized, Segments
+from pkmlm.kernels.reference import Quantized, Segments, only, sgd_rows_  # noqa: F401
 
+LEARNS_BUCKETS = KEEPS_SUMS = False  # see `backend.of`
 RADIX = 15  # the most bits that a pass of `_sort` sorts by: its counters stay in the L2 cache
 
 
@@ -78,6 +79,13 @@ def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:
     return out_UD
 
 
+def segment_add_(out_KD: Tensor, x_ND: Tensor, segments: Segments, read_K: Tensor | None = None) -> None:
+    """`reference.segment_add_`."""
+    out_KD.index_add_(0, segments.rows_U, segment_sum(x_ND, segments))
+    if read_K is not None:
+        read_K[segments.rows_U] = True
+
+
 def squared_norm(x_ND: Tensor, segments: Segments) -> Tensor:
     """`reference.squared_norm`; no row of the sum is stored."""
     square_U = np.empty(len(segments.rows_U))
@@ -93,13 +101,14 @@ def segment_row_adam_(
     x_ND: Tensor,
     segments: Segments,
     *,
-    scale: float,
-    step: int,
+    scale: float | Tensor,
+    step: int | Tensor,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     copy_KD: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> None:
     """`reference.segment_row_adam_`: each row's gradient goes straight into its update.
 
@@ -108,7 +117,9 @@ def segment_row_adam_(
     """
     if not all(table.is_contiguous() for table in (values_KD, mean_KD, square_KD)):
         raise ValueError("the kernels need contiguous tables")
-    beta1, beta2 = betas
+    if skip is not None and skip > 0:
+        return
+    (beta1, beta2), step = betas, int(step)
     scalars = (
         scale,
         1 - beta1,
@@ -127,6 +138,22 @@ def segment_row_adam_(
     )
     if copy_KD is not None:
         copy_KD[segments.rows_U] = values_KD[segments.rows_U].to(copy_KD.dtype)
+
+
+def segment_row_sgd_(
+    values_KD: Tensor,
+    x_ND: Tensor,
+    segments: Segments,
+    *,
+    scale: float | Tensor,
+    lr: float,
+    weight_decay: float,
+    copy_KD: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """`reference.segment_row_sgd_`."""
+    if skip is None or not skip > 0:
+        sgd_rows_(values_KD, segments.rows_U, lr * scale * segment_sum(x_ND, segments), lr * weight_decay, copy_KD)
 
 
 def _segment_bounds(segments: Segments, width: int) -> list[int]:

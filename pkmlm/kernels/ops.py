@@ -33,11 +33,14 @@ class _ProductKeys(torch.autograd.Function):
         scores_NHk, slots_NHk = backend.of(q_NHd).product_key_search(q_NHd, subkeys_H2nf, k)
         ctx.save_for_backward(q_NHd, subkeys_H2nf, slots_NHk)
         ctx.mark_non_differentiable(slots_NHk)
+        ctx.set_materialize_grads(False)  # zeros for the slots
         return scores_NHk, slots_NHk
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NHk: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_NHk: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None]:
+        if grad_NHk is None:
+            return None, None, None
         q_NHd, subkeys_H2nf, slots_NHk = ctx.saved_tensors
         q_grad, keys_grad = backend.of(q_NHd).score_gradients(q_NHd, subkeys_H2nf, slots_NHk, grad_NHk)
         return q_grad, keys_grad, None
@@ -131,7 +134,7 @@ class _WeightedRowSum(torch.autograd.Function):
             gradient.add(grad_ND, slots_Nr, weights_Nr)
             values_grad = gradient.dense() if ctx.gradient is None else None
         if ctx.needs_input_grad[2]:
-            weights_grad = backend.of(read_KD).row_products(read_KD, grad_ND.to(weights_Nr.dtype), slots_Nr)
+            weights_grad = backend.of(read_KD).row_products(read_KD, grad_ND, slots_Nr).to(weights_Nr.dtype)
         return values_grad, None, weights_grad, None, None
 
 
@@ -175,7 +178,7 @@ class _RowProducts(torch.autograd.Function):
         read_KD = values_KD if copy_KD is None else copy_KD
         ctx.save_for_backward(read_KD, x_ND, slots_Nr)
         ctx.gradient = gradient
-        return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr)
+        return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr).to(values_KD.dtype)
 
     @staticmethod
     @once_differentiable
@@ -209,7 +212,7 @@ def row_products(
     if torch.is_grad_enabled():
         return _RowProducts.apply(values_KD, x_ND, slots_Nr, gradient, copy_KD)
     read_KD = values_KD if copy_KD is None else copy_KD
-    return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr)
+    return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr).to(values_KD.dtype)
 
 
 def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
@@ -245,6 +248,28 @@ def _check_frozen(x: Tensor) -> None:
         raise ValueError("a table in 8 or 4 bits has no gradient: load the run itself to train it")
 
 
+class _BucketReads(torch.autograd.Function):
+    """Keeps z alone. Torch's own graph would keep several tensors as large, and read and write each."""
+
+    @staticmethod
+    def forward(ctx: Any, z_NTb: Tensor, temperature: float, scaled: bool) -> tuple[Tensor, Tensor]:
+        rows_NT, weights_NT = backend.of(z_NTb).bucket_reads(z_NTb, temperature, scaled=scaled)
+        ctx.save_for_backward(z_NTb)
+        ctx.temperature, ctx.scaled = temperature, scaled
+        ctx.mark_non_differentiable(rows_NT)
+        ctx.set_materialize_grads(False)  # zeros for the rows
+        return rows_NT, weights_NT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, grad_NT: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad_NT is None:
+            return None, None, None
+        (z_NTb,) = ctx.saved_tensors
+        kernels = backend.of(z_NTb)
+        return kernels.bucket_gradient(z_NTb, grad_NT, ctx.temperature, scaled=ctx.scaled), None, None
+
+
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
     """`reference.bucket_reads`; the weights have a gradient if z has one.
 
@@ -253,6 +278,9 @@ def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Te
         temperature: t, above 0.
         scaled: whether a weight is sum|z| * p(z), not p(z).
     """
-    if len(z_NTb) <= FEW and z_NTb.device.type == "cpu" and not (z_NTb.requires_grad and torch.is_grad_enabled()):
-        return backend.of(z_NTb).bucket_reads(z_NTb, temperature, scaled=scaled)
+    kernels = backend.of(z_NTb)
+    if kernels.LEARNS_BUCKETS:
+        return _BucketReads.apply(z_NTb, temperature, scaled)
+    if len(z_NTb) <= FEW and not (z_NTb.requires_grad and torch.is_grad_enabled()):
+        return kernels.bucket_reads(z_NTb, temperature, scaled=scaled)
     return reference.bucket_reads(z_NTb, temperature, scaled=scaled)

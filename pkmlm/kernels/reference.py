@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
+LEARNS_BUCKETS = KEEPS_SUMS = False  # see `backend.of`
+
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k highest scores of each row and their columns, highest first; equal scores by column, lowest first."""
@@ -85,12 +87,13 @@ class Segments(NamedTuple):
         start_S = torch.cat([count_K.new_zeros(1), count_K.cumsum(0)])
         return self._replace(rows_U=torch.arange(rows, device=start_S.device), start_S=start_S)
 
-    def only(self, chosen_K: Tensor) -> "Segments":
-        """The segments of the chosen rows only (bool, by row of the table)."""
-        count_U, chosen_U = self.start_S.diff(), chosen_K[self.rows_U]
-        chosen_M = chosen_U.repeat_interleave(count_U)
-        start_S = torch.cat([count_U.new_zeros(1), count_U[chosen_U].cumsum(0)])
-        return Segments(self.rows_U[chosen_U], start_S, self.token_M[chosen_M], self.weight_M[chosen_M])
+
+def only(segments: Segments, chosen_K: Tensor) -> Segments:
+    """The segments of the chosen rows only (bool, by row of the table)."""
+    count_U, chosen_U = segments.start_S.diff(), chosen_K[segments.rows_U]
+    chosen_M = chosen_U.repeat_interleave(count_U)
+    start_S = torch.cat([count_U.new_zeros(1), count_U[chosen_U].cumsum(0)])
+    return Segments(segments.rows_U[chosen_U], start_S, segments.token_M[chosen_M], segments.weight_M[chosen_M])
 
 
 def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
@@ -125,6 +128,13 @@ def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:
     return torch.stack(sums) if sums else x_ND.new_empty(0, x_ND.shape[1])
 
 
+def segment_add_(out_KD: Tensor, x_ND: Tensor, segments: Segments, read_K: Tensor | None = None) -> None:
+    """Add `segment_sum` to the rows of a table, in place, and mark these rows in `read_K` (bool)."""
+    out_KD.index_add_(0, segments.rows_U, segment_sum(x_ND, segments).to(out_KD.dtype))
+    if read_K is not None:
+        read_K[segments.rows_U] = True
+
+
 def squared_norm(x_ND: Tensor, segments: Segments) -> Tensor:
     """The squared 2-norm of `segment_sum`: 0-d, float64."""
     return segment_sum(x_ND, segments).double().square().sum()
@@ -137,28 +147,57 @@ def segment_row_adam_(
     x_ND: Tensor,
     segments: Segments,
     *,
-    scale: float,
-    step: int,
+    scale: float | Tensor,
+    step: int | Tensor,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     copy_KD: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> None:
     """One Adam update, in place, of the rows that were read (Kingma and Ba 2015, algorithm 1; decay decoupled).
 
     Args:
         values_KD, mean_KD, square_KD: the table and its moments.
         x_ND, segments: those of `segment_sum`, whose result times `scale` is the gradient.
-        step: of the table, counted from 1, for the bias correction.
+        step: of the table, counted from 1, for the bias correction; a tensor is 0-d, as `scale` may be.
         copy_KD: the values in half precision; the new rows are written to it, too, rounded.
+        skip: 0-d; above 0, nothing is done. None: the update is wanted.
     """
+    if skip is not None and skip > 0:
+        return
     rows_U, (beta1, beta2) = segments.rows_U, betas
     grad_UD = scale * segment_sum(x_ND, segments)
     mean_KD[rows_U] += (1 - beta1) * (grad_UD - mean_KD[rows_U])
     square_KD[rows_U] = beta2 * square_KD[rows_U] + (1 - beta2) * grad_UD**2
     mean_UD, square_UD = mean_KD[rows_U] / (1 - beta1**step), square_KD[rows_U] / (1 - beta2**step)
     values_KD[rows_U] = (1 - lr * weight_decay) * values_KD[rows_U] - lr * mean_UD / (square_UD.sqrt() + eps)
+    if copy_KD is not None:
+        copy_KD[rows_U] = values_KD[rows_U].to(copy_KD.dtype)
+
+
+def segment_row_sgd_(
+    values_KD: Tensor,
+    x_ND: Tensor,
+    segments: Segments,
+    *,
+    scale: float | Tensor,
+    lr: float,
+    weight_decay: float,
+    copy_KD: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """One update by gradient descent, in place, of the rows that were read; the arguments are those of
+    `segment_row_adam_`."""
+    if skip is not None and skip > 0:
+        return
+    sgd_rows_(values_KD, segments.rows_U, lr * scale * segment_sum(x_ND, segments), lr * weight_decay, copy_KD)
+
+
+def sgd_rows_(values_KD: Tensor, rows_U: Tensor, move_UD: Tensor, decay: float, copy_KD: Tensor | None) -> None:
+    """Decay some rows, then move them."""
+    values_KD[rows_U] = (1 - decay) * values_KD[rows_U] - move_UD
     if copy_KD is not None:
         copy_KD[rows_U] = values_KD[rows_U].to(copy_KD.dtype)
 
@@ -240,3 +279,11 @@ def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Te
     rows_NT = bucket_codes(z_NTb) + (torch.arange(z_NTb.shape[1], device=z_NTb.device) << z_NTb.shape[2])
     scores_NT = bucket_scores(z_NTb, temperature)
     return rows_NT, scores_NT * z_NTb.abs().sum(-1) if scaled else scores_NT
+
+
+def bucket_gradient(z_NTb: Tensor, grad_NT: Tensor, temperature: float, *, scaled: bool) -> Tensor:
+    """The gradient for z (N, T, b), if `grad_NT` is that of the weights of `bucket_reads`."""
+    with torch.enable_grad():
+        z_NTb = z_NTb.detach().requires_grad_()
+        _, weights_NT = bucket_reads(z_NTb, temperature, scaled=scaled)
+    return torch.autograd.grad(weights_NT, z_NTb, grad_NT)[0]

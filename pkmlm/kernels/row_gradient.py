@@ -28,6 +28,7 @@ class RowGradient:
 
     Attributes:
         chosen_K: bool, the rows whose gradient counts; that of all others is 0. None: all.
+        scale: the factor of the sum, perhaps known to the device alone (0-d).
         reads: of each backward pass that is not in the sums.
         sums: of rows (K, D), in fp32 (fp64 for fp64 reads), and which of them have been read (K); None: no sums yet.
         of_all_ranks: whether ranks have exchanged their reads already.
@@ -43,7 +44,7 @@ class RowGradient:
         self.sums: tuple[Tensor, Tensor] | None = None
         self.chosen_K: Tensor | None = None
         self._joined: tuple[Tensor, Segments] | None = None
-        self.scale = 1.0
+        self.scale: float | Tensor = 1.0
         self.of_all_ranks = False
 
     def __bool__(self) -> bool:
@@ -76,14 +77,12 @@ class RowGradient:
         sums = self.sums
         for x_ND, slots_Nr, weights_Nr in self.reads:
             dtype = torch.promote_types(x_ND.dtype, torch.float32)
-            x_ND, weights_Nr = x_ND.to(dtype), weights_Nr.to(dtype)
-            kernels = backend.of(x_ND)
-            segments = kernels.sort_reads(slots_Nr, weights_Nr, self.rows)
+            kernels = backend.of(x_ND)  # which widen x as they read it: each of its rows is read many times
+            segments = kernels.sort_reads(slots_Nr, weights_Nr.to(dtype), self.rows)
             if sums is None:
                 read_K = torch.zeros(self.rows, dtype=torch.bool, device=x_ND.device)
-                sums = x_ND.new_zeros(self.rows, x_ND.shape[1]), read_K
-            sums[0].index_add_(0, segments.rows_U, kernels.segment_sum(x_ND, segments))
-            sums[1][segments.rows_U] = True
+                sums = x_ND.new_zeros(self.rows, x_ND.shape[1], dtype=dtype), read_K
+            kernels.segment_add_(sums[0], x_ND, segments, sums[1])
         if sums is None:
             raise ValueError("no reads to sum")
         self.replace([], sums)
@@ -100,21 +99,41 @@ class RowGradient:
         """
         if self._joined is None:
             x_ND, segments = self._sorted()
-            self._joined = x_ND, segments if self.chosen_K is None else segments.only(self.chosen_K)
+            if self.chosen_K is not None:
+                segments = backend.of(x_ND).only(segments, self.chosen_K)
+            self._joined = x_ND, segments
         return self._joined
 
     def _sorted(self) -> tuple[Tensor, Segments]:
         if self.sums is not None:
             sums_KD, read_K = self.fold()
-            rows_U = read_K.nonzero()[:, 0]
-            start_S = torch.arange(len(rows_U) + 1, device=rows_U.device)
-            segments = Segments(rows_U, start_S, rows_U, sums_KD.new_ones(len(rows_U)))
-            return sums_KD, segments.every_row(self.rows) if self.every_row else segments
+            start_S = torch.arange(self.rows + 1, device=read_K.device)
+            segments = Segments(start_S[:-1], start_S, start_S[:-1], sums_KD.new_ones(self.rows))
+            return sums_KD, segments if self.every_row else backend.of(sums_KD).only(segments, read_K)
+        x_ND, slots_Nr, weights_Nr = self._of_one_pass()
+        return x_ND, backend.of(x_ND).sort_reads(slots_Nr, weights_Nr, self.rows, every_row=self.every_row)
+
+    def _of_one_pass(self) -> Reads:
         if not self.reads:
             raise ValueError("no reads to sort")
         x_ND, slots_Nr, weights_Nr = (cat(parts) for parts in zip(*self.reads, strict=True))
         self.replace([(x_ND, slots_Nr, weights_Nr)])
-        return x_ND, backend.of(x_ND).sort_reads(slots_Nr, weights_Nr, self.rows, every_row=self.every_row)
+        return x_ND, slots_Nr, weights_Nr
+
+    def keep_sums(self) -> None:
+        """Before the norm and the update, each of which would sum the rows: sum them once, if that takes less time.
+
+        A second time reads M D numbers of x (M: all reads). To keep the sums moves 20 K D bytes: they are cleared, read
+        and written as rows are added, and read for the norm and for the update. Twice as many must be saved, since x
+        may come from the cache. How many rows were read is not asked for: the host would wait.
+
+        Ranks that hold the same columns call this alike, since the last bits of sums that are kept may be others.
+        """
+        if not self.reads or self.sums is not None or not backend.of(self.reads[0][0]).KEEPS_SUMS:
+            return
+        x_ND, slots_Nr, _ = self._of_one_pass()
+        if slots_Nr.numel() * x_ND.element_size() > 40 * self.rows:
+            self.fold()
 
     def norm(self) -> Tensor:
         """The 2-norm: 0-d, float64; not finite where a gradient is not."""
@@ -124,12 +143,13 @@ class RowGradient:
     def dense(self) -> Tensor:
         """The full gradient (K, D), scaled, in the dtype of the weights."""
         x_ND, segments = self.joined()
-        sums_UD = backend.of(x_ND).segment_sum(x_ND, segments)
-        if self.scale != 1:
-            sums_UD *= self.scale
-        if len(segments.rows_U) == self.rows:  # all of them, in their order
-            return sums_UD
-        return sums_UD.new_zeros(self.rows, x_ND.shape[1]).index_copy_(0, segments.rows_U, sums_UD)
+        kernels = backend.of(x_ND)
+        if self.every_row and self.chosen_K is None:  # all of them, in their order
+            sums_KD: Tensor = kernels.segment_sum(x_ND, segments)
+        else:
+            sums_KD = segments.weight_M.new_zeros(self.rows, x_ND.shape[1])
+            kernels.segment_add_(sums_KD, x_ND, segments)
+        return sums_KD if isinstance(self.scale, float) and self.scale == 1 else sums_KD.mul_(self.scale)
 
 
 def exchange_bytes(tokens: int, reads: int, rows: int, width: int, number: int = 4, *, ranks: int) -> tuple[int, int]:

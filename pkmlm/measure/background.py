@@ -148,7 +148,8 @@ def count_background(
     loaded = load_on_all_ranks(run.path, step, world)
     if choice.text is None and choice.split is None:
         choice = choice._replace(split="train")
-    documents, model = chosen_documents(choice, loaded), loaded.model
+    quiet = quiet or world.rank > 0
+    documents, model = chosen_documents(choice, loaded, quiet), loaded.model
     if not tables_of(model):
         message = f"the model of {run.path} has no memory with a table of values"
         hint = "give a run with a memory: slot-wise fine-tuning trains its tables"
@@ -157,7 +158,6 @@ def count_background(
     most, counted, done = min(batches, -(-documents.tokens // size)), 0, 0
     prefix, context = loaded.prefix, model.context
     stream = (window for ids in documents.ids for window in windows(ids, prefix, context, context))
-    quiet = quiet or world.rank > 0
     owners = {table: memory for memory in memories(model) for table in memory.read_tables()}
     entries = {
         path.removesuffix(".weight_KD"): owners[table].tap.entry | ({"layer": None} if owners[table].tap.pool else {})

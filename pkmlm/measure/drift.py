@@ -18,7 +18,7 @@ from pkmlm.measure.counters import ReadListener
 from pkmlm.memory.base import SparseMemory, memories
 from pkmlm.memory.table import side_by_side
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.results import drift_file, write_arrays
+from pkmlm.runs.results import write_arrays
 from pkmlm.seeds import derived_seed
 
 SAMPLE = 2048  # values of a memory whose movement is measured
@@ -104,7 +104,7 @@ class Drift(ReadListener):
         }
         with self.world.collective_errors():
             if self.world.rank == 0:
-                write_arrays(drift_file(self.folder, step), arrays)
+                write_arrays(self.folder / f"drift-step-{step}.npz", arrays)
 
 
 class _MemoryDrift:

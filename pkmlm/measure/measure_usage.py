@@ -34,9 +34,6 @@ def measure_usage(
 
     Returns:
         As `UsageCounters.memories`.
-
-    Raises:
-        UserError: see `score` and `UsageCounters.memories`.
     """
     others = [*others, *((each.tap, each.add) for each in ngrams.values())]
     with UsageCounters(run.model, taps, others=others) as counters:

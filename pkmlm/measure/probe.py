@@ -259,7 +259,7 @@ def evenly_spaced(corpus: Corpus, length: int, most: int) -> Ints:
     for row, start in enumerate(chosen.tolist()):
         ids = corpus.read(max(0, start - 1), start + length - 1)
         ids_PT[row, length - len(ids) :] = ids
-    return ids_PT
+    return corpus.as_input(ids_PT)
 
 
 def places(keys: Ints, wanted: Ints) -> Ints:
@@ -510,7 +510,7 @@ def probe_run(
         if memories(twin.model):
             raise UserError(f"--dense {twin.path}: it has a memory (expected a model without one)")
     corpus, warnings = train_split(run, choice)
-    documents = chosen_documents(choice, run)
+    documents = chosen_documents(choice, run, quiet)
     for twin in twins:
         if run.data.get("train") != twin.data.get("train", run.data.get("train")) and run.data:
             warnings.append(f"{twin.name} was trained on other tokens than {run.name}")

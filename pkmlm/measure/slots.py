@@ -40,8 +40,6 @@ WORDS = 8  # tokens shown that a value raises most, or lowers most
 CHUNK = 256  # values put through the output head at a time
 SHUFFLES, SEED = 100, 0  # of contexts among slots
 MOST_HELD = 2000  # slots of a run that a page shows with words and contexts
-MOST_DESCRIBED = 10_000  # slots of one report: shuffling their contexts takes 3 ms a slot
-MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
 
 
 def find_memory(model: Modules, which: str | None) -> SparseMemory:
@@ -167,9 +165,6 @@ def index_slots(
 
     Returns:
         One entry per memory, in the model's order.
-
-    Raises:
-        UserError: see `measure_usage`.
     """
     indexed = memories(run.model) if memory is None else [memory]
     taps = [each.tap for each in indexed]
@@ -358,18 +353,12 @@ def report_slots(
         What `pkmlm slots --json` prints, and warnings about the text.
 
     Raises:
-        UserError: there is no such slot, `top` is too large, or the text cannot be read.
+        UserError: there is no such slot, or the text cannot be read.
     """
-    tap, number, kept = memory.tap, None, JUDGED
+    number, kept = None, JUDGED
     if slot is not None:
-        number, kept, most = slot_number(slot, tap.addresses), max(top, JUDGED), MOST_KEPT // tap.slots
-        if top > most:
-            message = f"--top: found {top} (expected at most {most} contexts, kept for each of {tap.slots:,} slots)"
-            raise UserError(message)
-    elif top > MOST_DESCRIBED:
-        message = f"--top: found {top} (expected at most {MOST_DESCRIBED} slots)"
-        raise UserError(message, "`pkmlm usage-report --export FILE` writes the reads and mass of every slot")
-    documents = chosen_documents(choice, run)
+        number, kept = slot_number(slot, memory.tap.addresses), max(top, JUDGED)
+    documents = chosen_documents(choice, run, quiet)
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
         (index,) = index_slots(run, documents, advance, kept, memory)
     chosen = most_read(index.usage, top) if number is None else [number]

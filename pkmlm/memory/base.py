@@ -12,28 +12,34 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.module_tracker import ModuleTracker
 
 from pkmlm.memory.address import Addresses, entry_of, memory_label
 from pkmlm.memory.init import initialise
 from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import Modules, Values
 
-Layer = TypeVar("Layer")
+Layer = TypeVar("Layer", bound="SparseMemory")
 Inputs = ParamSpec("Inputs")
 Listener = Callable[..., None]  # gets tensors with a row for each token, detached
+TRACKER = ModuleTracker()  # of no modules: it is only asked whether this thread is in a backward pass
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs within a backward pass, as torch's checkpointing repeats one whose activations it has
+    not kept. What a forward counts or keeps, it has then counted or kept before.
+    """
+    return bool(TRACKER.is_bw)
 
 
 class Tap(nn.Module):
-    """Tells listeners what a forward finds for its tokens. A copy of it has no listeners.
-
-    Attributes:
-        counts: False while activations are recomputed, which listeners have heard of before.
+    """Tells listeners what a forward finds for its tokens, once: not again when activations are recomputed. A copy of
+    it has no listeners.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.listeners: list[Listener] = []
-        self.counts = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "listeners": []}
@@ -49,7 +55,9 @@ class Tap(nn.Module):
 
     def tell(self, *found_N: Tensor) -> None:
         """Tell all listeners, in the order in which they came."""
-        for listener in tuple(self.listeners) if self.counts else ():
+        if not self.listeners or is_recomputing():
+            return
+        for listener in tuple(self.listeners):
             listener(*(x_N.detach() for x_N in found_N))
 
 
@@ -115,6 +123,7 @@ class SparseMemory(nn.Module, ABC):
 
     Attributes:
         spec: the keys that it was made from.
+        dim: width of its input.
         tap: sees the slots and weights of all reads.
         values: the table.
         reads: rows that one token reads: those of all heads, or of all tables together.
@@ -127,6 +136,7 @@ class SparseMemory(nn.Module, ABC):
     """
 
     spec: Spec
+    dim: int
     tap: UsageTap
     values: Values
     reads: int
@@ -189,6 +199,30 @@ class SparseMemory(nn.Module, ABC):
         """
         return self.values.rows(slots_S)
 
+    def extra_repr(self) -> str:
+        """What it is called in reports, and its sizes."""
+        heads = f"heads={self.tap.heads}" if self.tap.shared else f"tables={self.tap.heads}"
+        reads = f"slots={self.tap.slots}, {heads}, topk={self.reads // self.tap.heads}"
+        return f"{self.tap.label}, {reads}, parameters={sum(weight.numel() for weight in self.parameters())}"
+
+    def misfit(self, *inputs: Any) -> str:
+        """Why `forward` cannot take these inputs, of which the first is the stream; empty: no reason is known."""
+        if not inputs or not isinstance(x := inputs[0], Tensor):
+            return ""
+        if not x.is_floating_point() or x.shape[-1:] != (self.dim,):
+            return f"the input is {x.dtype} {tuple(x.shape)} (expected floating, (..., {self.dim}))"
+        tables = {table.weight_KD for table in self.read_tables()}
+        for name, weight in self.named_parameters():
+            if weight.device != x.device:
+                return f"the input is on {x.device} (expected {weight.device}, as {name})"
+            if weight in tables or (torch.is_autocast_enabled(x.device.type) and weight.dtype == torch.float32):
+                continue
+            if weight.dtype not in (torch.float32, torch.float64):
+                return f"{name} is in {weight.dtype} (expected torch.float32: call the layer's float())"
+            if weight.dtype != x.dtype:
+                return f"the input is in {x.dtype} (expected {weight.dtype}, as {name}, or autocast)"
+        return ""
+
     @abstractmethod
     def flops_per_token(self) -> int:
         """Multiply-adds of a forward besides those of linear maps: with keys, codes and rows of the table."""
@@ -211,16 +245,26 @@ def usage_taps(model: Modules) -> list[UsageTap]:
 def uncompiled(
     forward: Callable[Concatenate[Layer, Inputs], Tensor],
 ) -> Callable[Concatenate[Layer, Inputs], Tensor]:
-    """Decorate a layer's forward so that torch.compile leaves it as it is.
+    """Decorate a layer's forward so that torch.compile leaves it as it is, and that an input which it cannot take is a
+    ValueError which names the layer.
 
     Tracing it would fail in numba's dispatcher, and miss listeners that come later. `disable` imports
     the compiler, which takes seconds, so it is called only while tracing.
     """
 
     @functools.wraps(forward)
+    def named(layer: Layer, *inputs: Inputs.args, **options: Inputs.kwargs) -> Tensor:
+        try:
+            return forward(layer, *inputs, **options)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if reason := layer.misfit(*inputs):
+                raise ValueError(f"{layer.tap.label}: {reason}") from error
+            raise
+
+    @functools.wraps(forward)
     def untraced(layer: Layer, *inputs: Inputs.args, **options: Inputs.kwargs) -> Tensor:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(forward)(layer, *inputs, **options)
-        return forward(layer, *inputs, **options)
+            return torch.compiler.disable(named)(layer, *inputs, **options)
+        return named(layer, *inputs, **options)
 
     return untraced

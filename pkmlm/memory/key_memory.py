@@ -8,7 +8,7 @@ slots; S: some of them.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,8 @@ class KeyMemory(SparseMemory):
         super().__init__()
         if dim < 1:
             raise ValueError(f"dim: found {dim} (expected 1 or more)")
+        if gate not in get_args(Gate):
+            raise ValueError(f"gate: found {gate!r} (expected {' or '.join(get_args(Gate))})")
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum: found {momentum} (expected 0 to 1)")
         memory = self.spec = self.spec_class(

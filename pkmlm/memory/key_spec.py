@@ -28,7 +28,7 @@ QueryMap = Literal["linear", "mlp"]
 QueryNorm = Literal["batch", "layer", "rms", "none"]
 KeyNorm = Literal["none", "rms"]
 Scores = Literal["softmax", "relu", "none"]
-Gate = Literal["none", "silu"]
+Gate = Literal["none", "silu"]  # of a layer by itself
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,16 @@ class KeySpec(Spec):
     )
     share_values: bool = key(False, "one table for the memory's layers")
     value_dim: int | None = size(None, "width of a value; null: dim; another width adds a map back to dim")
-    gate: Gate = key("none", "silu: the output is W2 (m * silu(W1 x)), where m is the weighted sum of values (Memory+)")
+    gate: Literal["none", "silu", "token"] = key(  # type: ignore[assignment]
+        "none",
+        "silu: the output is W2 (m * silu(W1 x)), where m is the weighted sum of values (Memory+); token: each token "
+        "decides how much of the output is added, by a sigmoid",
+    )
     optim: KeyedOptim = key(KeyedOptim, "how its values and keys learn")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**super().arguments, "gate": "silu" if self.gate == "silu" else "none"}
 
     @property
     def slots(self) -> int:

@@ -13,6 +13,7 @@ from torch.nn.functional import batch_norm
 
 from pkmlm.distributed import World
 from pkmlm.kernels.matmul import Linear, at_least_fp32, without_autocast
+from pkmlm.memory.base import is_recomputing
 from pkmlm.memory.init import Constant, InitSpec
 from pkmlm.memory.key_spec import KeySpec
 
@@ -63,9 +64,10 @@ class QueryBatchNorm(nn.Module):
     """Batch normalisation of queries over the tokens of one forward, in fp32 (Lample et al. 2019, sec. 3.1, table 2).
 
     In training the statistics are those of the batch (biased variance), and running statistics are updated with the
-    unbiased variance, as in `torch.nn.BatchNorm1d`; in evaluation the running statistics are used. In training, a query
-    therefore sees later tokens through two moments of the batch; in evaluation it sees none. If ranks train together,
-    the statistics are those of all ranks' tokens (equally many on each), and all keep the same running statistics.
+    unbiased variance, as in `torch.nn.BatchNorm1d`, though not when activations are recomputed; in evaluation the
+    running statistics are used. In training, a query therefore sees later tokens through two moments of the batch; in
+    evaluation it sees none. If ranks train together, the statistics are those of all ranks' tokens (equally many on
+    each), and all keep the same running statistics.
 
     Args:
         features: entries normalised one by one.
@@ -73,7 +75,6 @@ class QueryBatchNorm(nn.Module):
 
     Attributes:
         running_mean, running_var: the running statistics (F), in fp32.
-        counts: whether forwards in training change the running statistics.
         ranks: those whose tokens are normalised together.
     """
 
@@ -81,7 +82,6 @@ class QueryBatchNorm(nn.Module):
         super().__init__()
         self.momentum = momentum
         self.ranks = World()
-        self.counts = True
         self.weight = nn.Parameter(torch.empty(features))
         self.bias = nn.Parameter(torch.empty(features))
         self.running_mean: Tensor
@@ -98,14 +98,14 @@ class QueryBatchNorm(nn.Module):
         if self.training and self.ranks.size > 1:
             return self._over_ranks(x_NF)
         mean_F, var_F = self.running_mean, self.running_var
-        if self.training and not self.counts:
+        if self.training and is_recomputing():
             mean_F, var_F = mean_F.clone(), var_F.clone()
         return batch_norm(x_NF, mean_F, var_F, self.weight, self.bias, self.training, self.momentum, EPSILON)
 
     def _over_ranks(self, x_NF: Tensor) -> Tensor:
         mean_F, var_F = moments(x_NF.detach(), self.ranks)
         tokens = len(x_NF) * self.ranks.size
-        if self.counts:
+        if not is_recomputing():
             self.running_mean.lerp_(mean_F, self.momentum)
             self.running_var.lerp_(var_F * (tokens / (tokens - 1)), self.momentum)
         scale_F = (var_F + EPSILON).rsqrt()

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.distributed import current_world
+from pkmlm.distributed import current_world, is_shard
+from pkmlm.errors import UserError
 from pkmlm.kernels import backend
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.memory.row_exchange import average_row_gradients
+from pkmlm.memory.row_exchange import average_row_gradients, check_same_table
 from pkmlm.memory.table import Values
 
 
@@ -27,8 +28,11 @@ class RowOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: something is not a table.
-        ValueError: a setting is invalid; a table already has such an optimizer.
+        ValueError: a setting is invalid; a table already has such an optimizer, or is divided among ranks (FSDP).
     """
+
+    # GradScaler then calls `step` with `grad_scale` set, which is refused there: it cannot unscale the reads.
+    _step_supports_amp_scaling = True
 
     def __init__(self, tables: Iterable[Values], defaults: dict[str, Any], every_row: bool = False):
         self.tables = list(tables)
@@ -36,23 +40,37 @@ class RowOptimizer(torch.optim.Optimizer):
             if not isinstance(table, Values):
                 raise TypeError(f"found a {type(table).__name__} (expected tables: the `values` of a memory)")
             table.refuse_second_optimizer()  # before the first of them is changed
+            if is_shard(table.weight_KD):
+                raise ValueError("a table is divided among ranks (expected whole: `ignored_params` of `fully_shard`)")
         check_settings(**defaults)
         super().__init__([table.weight_KD for table in self.tables], defaults)
         for table in self.tables:
             table.keep_reads(every_row=every_row)
+        self._compared = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every table that has had a backward pass since the last step. If torch.distributed has several ranks,
         all of them call this, and each takes the mean of their gradients.
+
+        Raises:
+            ValueError: a closure is given; the weights of a table were replaced since this optimizer was made.
+            UserError: the gradients are scaled by a GradScaler; ranks have begun with different tables.
         """
         if closure is not None:
             raise ValueError(f"{type(self).__name__} takes no closure")
+        refuse_scaled_gradients(self)
         (group,) = self.param_groups
+        for table, weight_KD in zip(self.tables, group["params"], strict=True):
+            if table.weight_KD is not weight_KD:
+                raise ValueError("the weights of a table were replaced (expected the optimizer to be made after that)")
         world = current_world()
         for table in self.tables:
+            if not self._compared:
+                check_same_table(table, world)
             average_row_gradients(table, world)
             update_rows(table, partial(self.move_rows, group))
+        self._compared = True
 
     def move_rows(
         self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
@@ -84,12 +102,16 @@ class RowSGD(RowOptimizer):
         self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
     ) -> None:
         x_ND, segments = gradient.joined()
-        rows_U = segments.rows_U
-        sums_UD = backend.of(x_ND).segment_sum(x_ND, segments)
-        kept_UD = (1 - group["lr"] * group["weight_decay"]) * values_KD[rows_U]
-        values_KD[rows_U] = kept_UD - group["lr"] * gradient.scale * sums_UD
-        if copy_KD is not None:
-            copy_KD[rows_U] = values_KD[rows_U].to(copy_KD.dtype)
+        backend.of(x_ND).segment_row_sgd_(
+            values_KD,
+            x_ND,
+            segments,
+            scale=gradient.scale,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            copy_KD=copy_KD,
+            skip=found_inf(self),
+        )
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
@@ -97,7 +119,8 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str
     if isinstance(optimizer, RowSGD):
         return {}
     fused = optimizer.defaults.get("fused", False)
-    step = torch.zeros((), device=parameter.device) if fused else torch.zeros((), dtype=torch.int64)
+    # Where the parameter is: whether a step is skipped may be known to the device alone.
+    step = torch.zeros((), dtype=torch.float32 if fused else torch.int64, device=parameter.device)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
@@ -117,7 +140,8 @@ def adam_rows(
     state = optimizer.state[values_KD]
     if not state:
         state.update(empty_state(optimizer, values_KD))
-    state["step"] += 1
+    skip = found_inf(optimizer)
+    state["step"] += 1 if skip is None else skip == 0
     x_ND, segments = gradient.joined()
     backend.of(x_ND).segment_row_adam_(
         values_KD,
@@ -126,13 +150,21 @@ def adam_rows(
         x_ND,
         segments,
         scale=gradient.scale,
-        step=int(state["step"]),
+        step=state["step"],
         lr=group["lr"],
         betas=group["betas"],
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         copy_KD=copy_KD,
+        skip=skip,
     )
+
+
+def found_inf(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """What the optimizers call by this name that torch's GradScaler knows: 0-d; above 0, the next step changes nothing.
+    None: nobody has set it.
+    """
+    return getattr(optimizer, "found_inf", None)
 
 
 class RowAdam(RowOptimizer):
@@ -183,6 +215,15 @@ class RowAdam(RowOptimizer):
         super().__init__(tables, defaults, every_row)
 
     move_rows = adam_rows
+
+
+def refuse_scaled_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a UserError if a GradScaler has called the step of an optimizer, which marks it."""
+    if hasattr(optimizer, "grad_scale"):
+        raise UserError(
+            "the loss is scaled (fp16), but row Adam keeps the gradients of tables where GradScaler does not see them",
+            "train in bf16 or fp32: memories compute in fp32 anyway",
+        )
 
 
 def check_settings(

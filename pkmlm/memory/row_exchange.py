@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from pkmlm.distributed import World
+from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import cat
 from pkmlm.kernels.row_gradient import RowGradient, exchange_bytes
 from pkmlm.memory.table import Values
@@ -40,6 +41,25 @@ def all_gather_row_gradients(gradient: RowGradient, ranks: World) -> None:
             return
     sums_KD, read_K = gradient.fold()
     gradient.replace([], (ranks.all_sum(sums_KD), ranks.all_any(read_K)))
+
+
+def check_same_table(table: Values, ranks: World) -> None:
+    """Check that ranks begin with the same table: sharing gradients alone, they would train tables of their own.
+
+    Args:
+        table, ranks: as for `average_row_gradients`.
+
+    Raises:
+        UserError: a rank has other weights than the first.
+    """
+    if ranks.size == 1 or (table.gradient is not None and table.gradient.of_all_ranks):
+        return
+    rows_K = table.weight_KD.detach().view(torch.int16).sum(1, dtype=torch.int64)  # integers: all ranks add them alike
+    places_K = torch.arange(1, len(rows_K) + 1, device=rows_K.device)
+    sums_W = ranks.all_gather((rows_K * places_K).sum()[None]).tolist()
+    if other := next((rank for rank, each in enumerate(sums_W) if each != sums_W[0]), None):
+        message = f"a table of {tuple(table.weight_KD.shape)} has other weights on rank {other} than on rank 0"
+        raise UserError(message, "start all ranks with the same seed, and load the same weights on all")
 
 
 def average_row_gradients(table: Values, ranks: World) -> None:

@@ -23,6 +23,8 @@ Optimizer = Literal["row-adam", "adam", "row-sgd"]
 Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
 TableSchedule = Literal[Schedule, "relative"]
 Place = Literal["before", "qkv", "values", "ffn", "beside"]
+Start = Literal["drawn", "zero"]
+TokenGate = Literal["none", "token"]
 
 
 class SpecError(ValueError):
@@ -226,6 +228,11 @@ class Spec(Section):
     layers: tuple[str, ...] = key(
         (), "layers with this memory, counted from 1: 5, [3, 5], all, or auto:2, which spreads two evenly"
     )
+    start: Start = key(
+        "drawn",
+        "zero: a factor before its output starts at 0, so that the model is what it was without it until it learns",
+    )
+    gate: TokenGate = key("none", "token: each token decides how much of its output is added, by a sigmoid")
 
     @property
     def table_optim(self) -> TableOptim:
@@ -245,7 +252,7 @@ class Spec(Section):
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the layer, by the names of the keys."""
-        others = {"kind", "layers", "optim", *self.of_the_model}
+        others = {"kind", "layers", "optim", "start", "gate", *self.of_the_model}
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
 
     @property
@@ -299,7 +306,22 @@ class Spec(Section):
                 if layer in found:
                     raise SpecError("layers", f"layer {layer} is named twice", "each layer once")
                 found[layer] = self.places(text.endswith("+"))
+        taken = {place for places in found.values() for place in places} & {"qkv", "ffn"}
+        if self.start == "zero" and taken:
+            raise SpecError(
+                "start",
+                "found zero in a layer where it replaces a part",
+                "drawn, or layers beside the FFN, such as 5+",
+                "layers",
+            )
+        if self.gated and "qkv" in taken:
+            raise SpecError("gate", "found token in place of qkv", "none", "layers")
         return dict(sorted(found.items()))
+
+    @property
+    def gated(self) -> bool:
+        """Whether a factor stands before its output, see `pkmlm.memory.gate.Gate`."""
+        return self.start == "zero" or self.gate == "token"
 
     def check(self, dim: int) -> None:
         """Check what must hold between its keys, and for a stream of width `dim`.

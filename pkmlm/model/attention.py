@@ -4,6 +4,7 @@ B: sequences; T: new positions; S: all positions so far; D: model width; h: head
 entries that are rotated; N: positions of all sequences in a row.
 """
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,9 +17,8 @@ from pkmlm.kernels.matmul import at_least_fp32, without_autocast
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 
 if TYPE_CHECKING:
-    from pkmlm.recipe.schema import Model
+    from pkmlm.recipe.schema import Model, RotaryScaling
 
-HEAD_NORM_EPSILON = 1e-6  # of the norm of queries and keys
 # Positions up to which a CPU reads a mask: at 128 it is faster than a call per document, at 2,048 far slower; at 512 it
 # depends on the documents.
 SHORT = 256
@@ -132,10 +132,23 @@ def positions_of(layout: AttentionLayout | Documents) -> Tensor:
     return (layout.mask_BTT.sum(-1) - 1).clamp(min=0)
 
 
-def rotation(positions_T: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., T, width / 2) of rotary positions (..., T), int64, in fp32."""
-    frequency = base ** (-torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width)
-    angle_Tw = positions_T[..., None] * frequency
+def rotation(
+    positions_T: Tensor, width: int, base: float, scaling: "RotaryScaling | None" = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (..., T, width / 2) of rotary positions (..., T), int64, in fp32.
+
+    Args:
+        scaling: how frequencies are lowered; None: they are not. llama3 (Llama 3.1's released code): a share of 0 to 1
+            of each frequency is kept, by its turns within the earlier context.
+    """
+    frequency_w = base ** (-torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width)
+    if scaling is not None and scaling.kind != "none":
+        kept: Tensor | float = 0.0
+        if scaling.kind == "llama3":
+            turns_w = scaling.context * frequency_w / (2 * math.pi)
+            kept = ((turns_w - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        frequency_w = frequency_w * (kept + (1 - kept) / scaling.factor)
+    angle_Tw = positions_T[..., None] * frequency_w
     return angle_Tw.cos(), angle_Tw.sin()
 
 
@@ -178,8 +191,8 @@ class Attention(nn.Module):
         self.heads, self.value_heads, self.width = model.heads, model.value_heads, model.head_width
         self.dropout, self.index = model.dropout, index
         self.qkv, self.out = qkv, out
-        self.query_norm = nn.RMSNorm(self.width, HEAD_NORM_EPSILON) if model.qk_norm else None
-        self.key_norm = nn.RMSNorm(self.width, HEAD_NORM_EPSILON) if model.qk_norm else None
+        self.query_norm = nn.RMSNorm(self.width, model.epsilon("rms")) if model.qk_norm else None
+        self.key_norm = nn.RMSNorm(self.width, model.epsilon("rms")) if model.qk_norm else None
         self.efficient: nn.Module | None = None
         match model.attention:
             case "linformer":

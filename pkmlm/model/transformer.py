@@ -5,6 +5,7 @@ B: sequences; T: positions; D: model width; V: vocabulary; C: positions of the c
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -13,7 +14,8 @@ from torch.nn.functional import gelu, relu, silu
 
 from pkmlm.errors import memory_errors
 from pkmlm.kernels.matmul import Linear, linear
-from pkmlm.memory.base import SparseMemory
+from pkmlm.memory.base import SparseMemory, memories
+from pkmlm.memory.gate import Gate
 from pkmlm.memory.init import Constant, InitSpec, initialise, linear_std
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.spec import Lookback, Place, Site
@@ -35,9 +37,13 @@ if TYPE_CHECKING:
     from pkmlm.recipe.schema import Model, Recipe
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
-NORM_EPSILON = 1e-6  # of RMS norms
 SMEARED = 16
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "relu": relu, "swiglu": silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "gelu-tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+    "swiglu": silu,
+}
 Pasts = dict[str, Past]  # by the ids that a memory asks for: "canonical", "plain"
 
 
@@ -88,7 +94,8 @@ class Smear(nn.Module):
 
 def stream_norm(model: "Model") -> nn.Module:
     """A norm of the residual stream."""
-    return nn.LayerNorm(model.dim) if model.norm == "layer" else nn.RMSNorm(model.dim, NORM_EPSILON)
+    kind = nn.LayerNorm if model.norm == "layer" else nn.RMSNorm
+    return kind(model.dim, model.epsilon(model.norm))
 
 
 class Block(nn.Module):
@@ -104,6 +111,7 @@ class Block(nn.Module):
         parts: each maps (B, T, D) to (B, T, D); by name: "ffn", and the memories.
         before: memories that are added to the stream before attention, by name; they look rows up by the tokens.
         values: memories that are added to attention's values, likewise.
+        gates: what multiplies the output of a memory, by its name.
     """
 
     def __init__(
@@ -113,8 +121,10 @@ class Block(nn.Module):
         parts: dict[str, nn.Module],
         before: dict[str, SparseMemory] | None = None,
         values: dict[str, SparseMemory] | None = None,
+        gates: dict[str, Gate] | None = None,
     ):
         super().__init__()
+        self.gates: Mapping[str, Gate] = nn.ModuleDict(gates)  # type: ignore[assignment]
         self.before, self.values = nn.ModuleDict(before), nn.ModuleDict(values)
         reading = {**(before or {}), **(values or {})}
         self.ids = {name: memory.spec.lookback.ids for name, memory in reading.items() if memory.spec.lookback}
@@ -148,17 +158,21 @@ class Block(nn.Module):
             if missing := set(self.ids.values()).difference(seen):
                 raise ValueError(f"a memory of this block needs `pasts` of {' and '.join(missing)} ids")
             for name, memory in self.before.items():
-                x_BTD = x_BTD + self.dropout(memory(x_BTD, seen[self.ids[name]]))
+                own_BTD = self._gated(name, memory(x_BTD, seen[self.ids[name]]), x_BTD)
+                x_BTD = x_BTD + self.dropout(own_BTD)
         h_BTD = self.attention_norm(x_BTD)
         for name, memory in self.values.items() if self.ids else ():
-            own_BTD = memory(h_BTD, seen[self.ids[name]])
+            own_BTD = self._gated(name, memory(h_BTD, seen[self.ids[name]]), h_BTD)
             more_BTD = own_BTD if more_BTD is None else more_BTD + own_BTD
         mixed_BTD = self.attention(h_BTD, cos_sin, cache, layout, more_BTD)
         z_BTD = x_BTD + self.dropout(mixed_BTD)
         h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
-        for part in self.parts.values():
-            z_BTD = z_BTD + self.dropout(part(h_BTD))
+        for name, part in self.parts.items():
+            z_BTD = z_BTD + self.dropout(self._gated(name, part(h_BTD), h_BTD))
         return z_BTD
+
+    def _gated(self, name: str, y_BTD: Tensor, x_BTD: Tensor) -> Tensor:
+        return self.gates[name](y_BTD, x_BTD) if name in self.gates else y_BTD
 
 
 class Network(nn.Module):
@@ -172,7 +186,7 @@ class Network(nn.Module):
         """Make its parts, without initial weights; the arguments are those of `Transformer`."""
         self.context = model.context
         self.rotary_width = model.rotary_width if model.positions == "rotary" else 0
-        self.rotary_base = model.rotary_base
+        self.rotary_base, self.rotary_scaling = model.rotary_base, model.rotary_scaling
         self.embedding = uninitialized_embedding(vocab_size, model.dim)
         self.positions = uninitialized_embedding(model.context, model.dim) if model.positions == "learned" else None
         self.smear = Smear(model.dim) if model.smear else None
@@ -225,7 +239,7 @@ class Network(nn.Module):
         if self.rotary_width:
             if read_as is not None:  # the same for all heads; documents are read in a row
                 at_T = at_T.view(1, 1, -1) if isinstance(read_as, Documents) else at_T[:, None]
-            cos_sin = rotation(at_T, self.rotary_width, self.rotary_base)
+            cos_sin = rotation(at_T, self.rotary_width, self.rotary_base, self.rotary_scaling)
         for block in self.blocks:
             yield x_BTD
             x_BTD = block(x_BTD, cos_sin, cache, read_as, pasts)
@@ -275,6 +289,16 @@ class Transformer(Network):
         return self.head(self.hidden(tokens_BT, cache))
 
 
+def tell_signs(model: Transformer) -> None:
+    """Tell memories the sign of the factor before their output."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for name, gate in block.gates.items():
+            places = (block.before, block.values, block.parts)
+            for memory in [each for place in places if name in place for each in memories(place[name])]:
+                memory.sign = gate.sign
+
+
 def matrices_of(model: nn.Module) -> list[str]:
     """The paths of the weights of attention's and the FFN's linear maps."""
     return [
@@ -284,6 +308,26 @@ def matrices_of(model: nn.Module) -> list[str]:
         for name, inner in part.named_children()
         if isinstance(inner, nn.Linear)
     ]
+
+
+def trained_names(model: nn.Module, only: str) -> set[str]:
+    """The paths of the parameters that move under `train.only`: all; those of "memories" with their gates; their
+    "values", which are their tables; or the "gates" of each token alone.
+    """
+    if only == "values":
+        return {*tables_of(model)}
+    whole = [path for path, module in model.named_modules() if trains(path, module, only)]
+    return {
+        name for name, _ in model.named_parameters() if any(name.startswith(f"{path}.".lstrip(".")) for path in whole)
+    }
+
+
+def trains(path: str, module: nn.Module, only: str) -> bool:
+    """Whether all parameters of a module move under `train.only`."""
+    if only == "gates":
+        return isinstance(module, Gate)
+    of_memory = isinstance(module, SparseMemory) or path.rpartition(".")[2].startswith(memory_key(""))
+    return of_memory if only == "memories" else not path
 
 
 def uninitialized_embedding(rows: int, dim: int) -> nn.Embedding:
@@ -347,7 +391,12 @@ def build_block(model: "Model", vocab_size: int, layer: int, micro_batches: int,
     for module in at["qkv"].values():
         qkv, out = module, None
     parts = {**(at["ffn"] or {"ffn": FFN(model, share * linear_std(model.inner, model.dim))}), **at["beside"]}
-    return Block(model, Attention(model, qkv, out, layer - 1), parts, at["before"], at["values"])
+    gates = {
+        memory_key(name): Gate(model.dim, zero=memory.start == "zero", token=memory.gate == "token")
+        for name in model.memory_places().get(layer, {})
+        if (memory := model.memories[name]).gated
+    }
+    return Block(model, Attention(model, qkv, out, layer - 1), parts, at["before"], at["values"], gates)
 
 
 def build_parts(model: "Model", vocab_size: int, micro_batches: int = 1) -> tuple[list[Block], dict[str, Pool]]:

@@ -195,6 +195,9 @@ def check_attention(check: Check, recipe: Recipe) -> None:
             message = f"{model.rotary_fraction:g} of a head of {width} is {2 * pairs:g}"
             others = ("model.heads", "model.dim", "model.positions")
             check.fail("model.rotary_fraction", message, "an even width of two or more", *others)
+        scaling, key = model.rotary_scaling, "model.rotary_scaling"
+        if scaling.kind == "llama3" and scaling.high <= scaling.low:
+            check.fail(f"{key}.high", f"{scaling.high:g}", f"more than {key}.low, {scaling.low:g}", f"{key}.low")
 
 
 def require_softmax(model: Model, place: str, task: str) -> None:
@@ -232,8 +235,12 @@ def check_finetuning(check: Check, recipe: Recipe) -> None:
     for key, found in (("train.only", only), ("finetune.slots", chosen)):
         if found != "all" and not recipe.model.memories:
             check.fail(key, f"found {found} in a model without a memory", "all", "model.memories")
-    if only == "values" and recipe.eval.recalibrate:
-        message = f"found {recipe.eval.recalibrate}, but train.only: values keeps all statistics"
+    if only == "gates" and not any(memory.gated for memory in recipe.model.memories.values()):
+        check.fail("train.only", "found gates, but no memory has one", "a memory with gate: token", "model.memories")
+    if only == "gates" and chosen != "all":
+        check.fail("finetune.slots", f"found {chosen}, but train.only: gates moves no slot", "all", "train.only")
+    if only in ("values", "gates") and recipe.eval.recalibrate:
+        message = f"found {recipe.eval.recalibrate}, but train.only: {only} keeps all statistics"
         check.fail("eval.recalibrate", message, "0", "train.only")
     for name, memory in recipe.model.memories.items():
         if chosen != "all" and memory.table_optim.optimizer == "adam":

@@ -19,12 +19,14 @@ from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import SpecError
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.nodes import Node, parse, parse_override, shorten
+from pkmlm.recipe.other_names import known_by
 from pkmlm.recipe.schema import Memories, Recipe, expectation, key_names, type_text
 from pkmlm.recipe.shipped import find_base, find_recipe, recipe_text
 
 INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
 NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
 MAX_DIGITS = 40
+MAX_BASES = 32  # recipes that a recipe inherits from
 KEYS_HINT = "`pkmlm recipe keys` explains every key"
 MEMORY_HINT = "give a new memory its kind; drop one of the base recipe with null"
 
@@ -46,8 +48,11 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 def recipe_of(tree: Node, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe of a tree with overrides, checked, as `load_recipe` returns it."""
-    for override in overrides:
-        tree = merge(tree, parse_override(override))
+    base, changes = tree, list(map(parse_override, overrides))
+    for change in changes:
+        tree = merge(tree, change)
+    if not any("name" in change.value for change in changes):
+        tree = named_as_twin(tree, base)
     places: dict[str, str] = {}
     recipe: Recipe = bind(tree, Recipe, "", places)
     for section, key in (("train", "init_from"), ("finetune", "background")):
@@ -85,6 +90,9 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
     whole = os.path.realpath(path)
     if whole in inheritors:
         raise UserError(f"{prefix}{path} inherits from itself", "name another base, or none")
+    if len(inheritors) > MAX_BASES:
+        message = f"{prefix}{path} is one of more than {MAX_BASES} bases of {inheritors[0]}"
+        raise UserError(message, "write recipes that inherit from one another into one")
     tree = parse(text, str(path))
     if not isinstance(tree.value, dict):
         raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as name: and model:)")
@@ -96,7 +104,25 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
     if not isinstance(base.value, str) or base.is_null:
         raise UserError(f"{base.place}: base: found {base.shown()} (expected one file name)")
     own = Node({key: value for key, value in tree.value.items() if key != "base"}, tree.place)
-    return merge(read_tree(find_base(path, base.value), (*inheritors, whole), base.place), own)
+    above = read_tree(find_base(path, base.value), (*inheritors, whole), base.place)
+    return merge(above, own) if "name" in own.value else named_as_twin(merge(above, own), above)
+
+
+def named_as_twin(tree: Node, base: Node) -> Node:
+    """A recipe that has its base's name: NAME-dense, if it has dropped all of its base's memories."""
+
+    def has_memories(recipe: Node) -> bool:
+        found = recipe
+        for key in ("model", "memories"):
+            found = found.value.get(key, Node("", "")) if isinstance(found.value, dict) else Node("", "")
+        return isinstance(found.value, dict) and not all(memory.is_null for memory in found.value.values())
+
+    assert isinstance(tree.value, dict)
+    name = tree.value.get("name")
+    if name is None or not isinstance(name.value, str) or name.is_null or not has_memories(base) or has_memories(tree):
+        return tree
+    twin = replace(name, value=f"{name.value[:94]}-dense")  # a name has at most 100 characters
+    return Node({**tree.value, "name": twin}, tree.place)
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -227,15 +253,17 @@ def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], known
 
 
 def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, names: Sequence[str]) -> UserError:
-    """The error for an unknown key; suggests the most similar one, and those of that name in other sections."""
+    """The error for an unknown key; suggests keys that go by its name; for a section, and if there are none, the
+    most similar one.
+    """
     if any(f"{name}.".startswith(f"{dotted}.") for name in names):
         hint = "write a: {b: ...} for a.b: ..."
         return UserError(f"{node.place}: {dotted}: found a key with dots (expected it nested)", hint)
     leaf = dotted.rpartition(".")[2]
     plain = leaf.lower().replace("_", "").replace("-", "")
     near = [f"{section}.{name}" if section else name for name in difflib.get_close_matches(leaf, siblings, n=1)]
-    same = [name for name in names if name.rpartition(".")[2].replace("_", "") == plain]
-    found = [*dict.fromkeys(near + same)]
+    named = known_by(plain, section, names)
+    found = [*dict.fromkeys(named if named and section else near + named)]
     meant = f" (did you mean {' or '.join(found[:3])}?)" if found else ""
     return UserError(
         f"{node.place}: unknown key {shorten(dotted)}{meant}",

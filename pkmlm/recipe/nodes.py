@@ -150,7 +150,7 @@ def parse_override(text: str) -> Node:
     name, equals, value = text.partition("=")
     place = f"-s {shorten(text)}"
     parts = name.strip().split(".")
-    if not equals or not all(parts):
+    if not equals or not all(parts) or len(parts) > MAX_DEPTH:
         raise UserError(f"{place}: not of the form key=value", "for example -s optim.lr=3e-3")
     value = value.strip()
     node = parse(value, place, lines=False) if value[:1] in tuple("[{'\"") else Node(value, place)

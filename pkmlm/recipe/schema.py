@@ -91,6 +91,10 @@ class Data:
         "with one tokenizer",
     )
 
+    pack: bool = key(
+        True, "documents one after another, cut at the context; false: one in a sequence, whose rest is padding"
+    )
+
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders of tokens: none, one or several."""
@@ -102,6 +106,19 @@ class AttentionOptions:
     features: Size = key(256, "performer: random features per head")
     block: Size = key(64, "linformer: tokens of a block, within which attention is exact")
     rank: Size = key(16, "linformer: rows that stand for the keys and values of an earlier block")
+
+
+@dataclass(frozen=True, config=STRICT)
+class RotaryScaling:
+    kind: Literal["none", "linear", "llama3"] = key(
+        "none",
+        "how rotary frequencies are lowered for a longer context: all divided by the factor, or as in Llama 3, where "
+        "those that turn often within the earlier context keep what they are",
+    )
+    factor: float = key(1.0, "what low frequencies are divided by", ge=1, le=1e6)
+    low: float = key(1.0, "llama3: turns within the earlier context up to which a frequency is low", gt=0, le=1e6)
+    high: float = key(4.0, "llama3: turns from which a frequency is kept; more than low", gt=0, le=1e6)
+    context: Size = key(8192, "llama3: the earlier context")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -118,6 +135,7 @@ class Model(Shape):
     positions: Literal["learned", "rotary"] = key("rotary", "position information")
     rotary_fraction: float = key(1.0, "share of each attention head's width that is rotated (Pythia: 0.25)", gt=0, le=1)
     rotary_base: float = key(10_000.0, "base of the rotation's frequencies", ge=1, le=1e9)
+    rotary_scaling: RotaryScaling = key(RotaryScaling, "frequencies for a longer context than that of earlier training")
     qk_norm: bool = key(True, "an RMS norm of each head's queries and keys, with learnt gains, before the rotation")
     attention: Literal["softmax", "linformer", "cosformer", "performer"] = key(
         "softmax", "kind of attention; only softmax can generate and be exported"
@@ -125,7 +143,12 @@ class Model(Shape):
     attention_options: AttentionOptions = key(AttentionOptions, "sizes of the other kinds of attention")
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
     norm: Literal["rms", "layer"] = key("rms", "norms of the residual stream")
-    ffn: Literal["swiglu", "gelu", "relu"] = key("swiglu", "activation of the FFN; swiglu: silu(W1 x) * W2 x")
+    norm_eps: float | None = key(
+        None, "what norms add to a variance, or a mean square; null: 1e-6, layer norms 1e-5", gt=0, le=1
+    )
+    ffn: Literal["swiglu", "gelu", "gelu-tanh", "relu"] = key(
+        "swiglu", "activation of the FFN; swiglu: silu(W1 x) * W2 x; gelu-tanh: GPT-2's approximation of gelu"
+    )
     ffn_dim: Size | None = key(
         None, "inner width of the FFN; null: 4 * dim, with swiglu 8/3 * dim, rounded up to a multiple of 64"
     )
@@ -204,8 +227,10 @@ class Train:
         "start from the weights of another run (its best checkpoint, else its latest); modules that it lacks start "
         "from initial weights (an untied head from the embedding)",
     )
-    only: Literal["all", "values"] = key(
-        "all", "values: train only the memories' tables; all else stays the same, bit for bit"
+    only: Literal["all", "memories", "values", "gates"] = key(
+        "all",
+        "what moves, while all else stays the same, bit for bit: the memories; only their tables (values); or only the "
+        "factors before their output (gates: those of gate: token and start: zero)",
     )
 
 
@@ -282,17 +307,26 @@ class Recipe:
             f"model.memories.{name}.optim": self.optim.filled(memory) for name, memory in self.model.memories.items()
         }
         relative = any(group.schedule == "relative" for group in tables.values())  # to the schedule of `optim`
-        return {"optim": self.optim, **tables} if self.train.only == "all" or relative else {**tables}
+        match self.train.only:
+            case "gates":
+                return {"optim": self.optim}
+            case "values" if not relative:
+                return {**tables}
+        return {"optim": self.optim, **tables}
 
-    def with_epochs(self, tokens: int) -> "Recipe":
+    def epoch_sequences(self, tokens: int, documents: int) -> int:
+        """Sequences that hold a split once, of so many tokens in so many documents."""
+        return -(-tokens // self.model.context) if self.data.pack else documents
+
+    def with_epochs(self, tokens: int, documents: int) -> "Recipe":
         """With `train.epochs`, the recipe whose `train.steps` are as many as they take; otherwise this one.
 
         Args:
-            tokens: of the train split.
+            tokens, documents: of the train split.
         """
         if self.train.epochs is None:
             return self
-        drawn = self.train.epochs * -(-tokens // self.model.context)
+        drawn = self.train.epochs * self.epoch_sequences(tokens, documents)
         return replace(self, train=replace(self.train, steps=-(-drawn // self.sequences)))
 
     def micro_batches(self, ranks: int = 1) -> int:
@@ -450,8 +484,17 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def recipe_sha256(recipe: Recipe) -> str:
-    """The sha256 of the complete recipe, by which a measurement is tied to the recipe that it was made with."""
-    return hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
+    """The sha256 of all that a recipe does not leave at its default, by which a measurement is tied to the recipe that
+    it was made with. A key that pkmlm gets later changes no digest.
+    """
+    memories = {name: type(memory)() for name, memory in recipe.model.memories.items()}
+    default = flatten(Recipe(model=Model(memories=memories)))
+    chosen = [
+        f"{key}: {scalar_text(value)}\n"
+        for key, value in flatten(recipe).items()
+        if key.endswith(".kind") or value != default[key]
+    ]
+    return hashlib.sha256("".join(chosen).encode()).hexdigest()
 
 
 def scalar_text(value: Any) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from pkmlm.memory.spec import Lookback, Place, Spec
 
+EPSILON = {"rms": 1e-6, "layer": 1e-5}  # of norms, by default
+
 
 class Shape:
     """Keys of `model`, under their own names; its classes hold the values."""
@@ -16,6 +18,7 @@ class Shape:
     kv_heads: int | None
     head_dim: int | None
     rotary_fraction: float
+    norm_eps: float | None
     ffn: str
     ffn_dim: int | None
     smear: bool
@@ -43,6 +46,10 @@ class Shape:
     def rotary_width(self) -> int:
         """How many of a head's entries rotate; even in a checked recipe."""
         return round(self.rotary_fraction * self.head_width)
+
+    def epsilon(self, norm: str) -> float:
+        """What a norm of a kind ("rms", "layer") adds to a mean square or variance."""
+        return self.norm_eps or EPSILON[norm]
 
     @property
     def kinds(self) -> list[str]:

@@ -104,22 +104,6 @@ class Comparison:
 
         return {group.name: [curve(run) for run in group.runs] for group in self.groups}
 
-    def comparable_with_dense(self) -> tuple[str | None, list[str]]:
-        """The first dense group (None: there is none), and the groups whose losses can be compared with its loss: those
-        validated on the same tokens. If a group's tokens are not known, they are taken to be the same.
-        """
-        dense = next((group for group in self.groups if group.runs[0]["kind"] == "dense"), None)
-        if dense is None:
-            return None, []
-
-        def alike(group: Group) -> bool:
-            run, other = group.runs[0], dense.runs[0]
-            pairs = ((run[key], other[key]) for key in ("tokenizer", "valid_tokens_sha256"))
-            known = all(None in pair or pair[0] == pair[1] for pair in pairs)
-            return known and run["valid_tokens"] == other["valid_tokens"]
-
-        return dense.name, [group.name for group in self.groups if alike(group)]
-
     def branches(self) -> dict[str, list[str]]:
         """Each group that did not branch off another, with those that branched off it. A branch differs only in its
         steps and in the decay with which it ends; it belongs to the longest group without a decay, or, if all have one,
@@ -140,6 +124,23 @@ class Comparison:
             found |= {name: [] for name in trunks}
             found[main[2]] += [name for *_, name in family if name not in trunks]
         return found
+
+
+def comparable_with_dense(groups: Sequence[Group]) -> tuple[Group | None, list[Group]]:
+    """The first dense group (None: there is none), and the groups whose losses can be compared with its loss: those
+    validated on the same tokens. If a group's tokens are not known, they are taken to be the same.
+    """
+    dense = next((group for group in groups if group.runs[0]["kind"] == "dense"), None)
+    if dense is None:
+        return None, []
+
+    def alike(group: Group) -> bool:
+        run, other = group.runs[0], dense.runs[0]
+        pairs = ((run.get(key), other.get(key)) for key in ("tokenizer", "valid_tokens_sha256"))
+        known = all(None in pair or pair[0] == pair[1] for pair in pairs)
+        return known and run.get("valid_tokens") == other.get("valid_tokens")
+
+    return dense, [group for group in groups if alike(group)]
 
 
 def compare_runs(paths: Sequence[str], names: Mapping[str, str] = MappingProxyType({})) -> Comparison:
@@ -163,18 +164,17 @@ def compare_runs(paths: Sequence[str], names: Mapping[str, str] = MappingProxyTy
     saved = {label: max(run.steps(), default=0) for label, run in runs.items()}  # read first: some may be training
     facts: list[Facts] = []
     evaluations: dict[str, list[Facts]] = {}
-    errors: dict[str, UserError] = {}
-    for label, opened in runs.items():
+    damaged: list[str] = []
+    for label, opened in list(runs.items()):
         try:
             evaluations[label] = opened.evaluations()
             facts.append(facts_of(label, opened, list(opened.metrics()), evaluations[label]))
         except UserError as error:
-            errors[label] = error
-    for label, damage in errors.items():
-        if not facts:
-            raise damage
-        warnings.append(f"left out {label}: {damage.message}")
-        del runs[label]
+            del runs[label]
+            if not (runs or facts):
+                raise
+            damaged.append(label)
+            warnings.append(f"left out {label}: {error.message}")
     timed, unread = timed_side_by_side(runs)
     warnings += unread
     for run in facts:
@@ -196,7 +196,7 @@ def compare_runs(paths: Sequence[str], names: Mapping[str, str] = MappingProxyTy
             tasks = ", ".join(sorted(partial))
             warnings.append(f"{label}: left out {tasks}: measured only in part, with --limit")
     groups = named(seed_groups(runs, facts), runs, names)
-    return Comparison(runs, facts, groups, warnings + differences(facts), tuple(errors))
+    return Comparison(runs, facts, groups, warnings + differences(facts), damaged)
 
 
 def shared_tasks(facts: Sequence[Facts]) -> list[str]:

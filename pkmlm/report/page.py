@@ -8,6 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
+from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -16,13 +17,14 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from numpy.typing import NDArray
 
+from pkmlm.console import Table
 from pkmlm.errors import printable
 from pkmlm.measure.slots import PageSlots, SlotDetails, Word, count_patterns
 from pkmlm.measure.usage import MemoryUsage
 from pkmlm.memory.address import memory_label
 from pkmlm.memory.registry import SPECS
 from pkmlm.report.plots import sorted_mass, training_lines, uniform_mass
-from pkmlm.report.tables import pattern_text
+from pkmlm.report.tables import pattern_text, usage_tables
 from pkmlm.report.usage_report import RunUsage
 
 CODES = 65534  # steps of the page's logarithmic scale of masses
@@ -43,13 +45,29 @@ def usage_page(reports: Sequence[RunUsage]) -> str:
     colours = [to_hex(colour) for colour in colormaps["viridis"](np.linspace(0, 1, 256))]
     # No text can end the page's script: Base64 has no < in it.
     data = packed(json.dumps({"runs": runs, "colours": colours}, allow_nan=False).encode())
+    made = {"data": data, "tables": "".join(map(table_html, usage_tables([report.entry for report in reports])))}
     folder = files("pkmlm.report") / "page"
 
     def part(mark: re.Match[str]) -> str:
-        return data if mark[1] == "data" else (folder / mark[1]).read_text(encoding="utf-8").strip()
+        return made[mark[1]] if mark[1] in made else (folder / mark[1]).read_text(encoding="utf-8").strip()
 
     # A mark such as /*charts.js*/ is replaced by the content of that file.
     return re.sub(r"/\*([\w.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
+
+
+def table_html(table: Table) -> str:
+    """A table as the page shows it until its script has drawn the figures."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        kinds = (' class="number"' if column.align == "right" else "" for column in table.columns)
+        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+
+    head, *rows = table.shown()
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    caption, note = (escape(printable(text)) for text in (table.title, table.note))
+    whole = f"<caption>{caption}</caption><thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody>"
+    below = f'<p class="note">{note}</p>' if note else ""
+    return f'<section class="panel"><table>{whole}</table>{below}</section>\n'
 
 
 def memory_data(memory: MemoryUsage, slots: PageSlots) -> dict[str, Any]:

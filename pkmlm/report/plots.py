@@ -28,7 +28,7 @@ from pkmlm.files import make_folder, writing
 from pkmlm.measure.usage import MemoryUsage, reads_of_a_slot
 from pkmlm.memory.address import memory_label
 from pkmlm.memory.registry import SPECS
-from pkmlm.report.compare import Comparison
+from pkmlm.report.compare import Comparison, comparable_with_dense
 from pkmlm.report.metrics import OVER_TOKENS, mean
 from pkmlm.runs.results import validations
 
@@ -201,9 +201,10 @@ def draw_comparison(
         curves = comparison.curves(over)
         lines = {name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()}
         drawn += draw_curves(folder, lines, over, look, log)
-    dense, comparable = comparison.comparable_with_dense()
-    trunk = next((name for name, ends in branches.items() if dense in (name, *ends)), None)
-    figure = over_tokens(comparison.curves("tokens"), branches, trunk, comparable, look, panels)
+    dense, comparable = comparable_with_dense(comparison.groups)
+    trunk = next((name for name, ends in branches.items() if dense and dense.name in (name, *ends)), None)
+    names = [group.name for group in comparable]
+    figure = over_tokens(comparison.curves("tokens"), branches, trunk, names, look, panels)
     return drawn + look.save(folder, "perplexity-and-use-over-tokens", figure)
 
 
@@ -615,9 +616,8 @@ def plain(text: str) -> str:
 
 
 def file_name(run: str) -> str:
-    """A run's name as part of a file's name: at most 200 bytes, which leaves 55 for the rest. A name that must be
-    changed gets a digest of the original: another one may be changed to the same.
+    """A run's name as part of a file's name. One that must be changed gets a digest of the original: another one may be
+    changed to the same.
     """
-    name = "".join(c if c.isalnum() or c in "-_.@" else "-" for c in run).encode()[-190:].decode(errors="ignore")
-    name = name.lstrip(".")
+    name = "".join(c if c.isalnum() or c in "-_.@" else "-" for c in run).lstrip(".")
     return name if name == run else f"{name}-{sha256(run.encode(errors='backslashreplace')).hexdigest()[:8]}"

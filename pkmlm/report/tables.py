@@ -484,6 +484,9 @@ def evaluation_tables(record: Entry) -> Iterator[Table | str]:
             if (count := found[f"{unit}s"])
         ]
         yield Table(title, columns, rows)
+    if said := record.get("answers"):
+        columns = [number("answers", "{:,}"), number("exactly right", "{:.1%}")]
+        yield Table(f"{record['run']} at step {record['step']}, answers", columns, [[said["n"], said["exact_match"]]])
     if record["tasks"]:
         yield from _task_tables(record)
 
@@ -515,6 +518,11 @@ def _task_tables(record: Entry) -> Iterator[Table | str]:
     notes = []
     if any(facts["truncated"] for facts in tasks.values()):
         notes.append(f"cut: share of requests that lost their beginning: the context is {harness['context']} tokens")
+    if spanning := {name: facts for name, facts in tasks.items() if facts["spanning"]}:
+        for name, facts in spanning.items():
+            where = f"{facts['spanning']:,} of {facts['requests']:,} requests"
+            notes.append(f"{name}: in {where}, a token is part of question and answer")
+        notes.append("such a token is scored with the answer; lm-eval's own models leave it out")
     if harness["limit"] is not None:
         notes.append(f"only the first {harness['limit']} documents of each task: not comparable with other results")
     shots = {name: facts["num_fewshot"] for name, facts in tasks.items() if facts["num_fewshot"]}

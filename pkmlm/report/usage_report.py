@@ -3,8 +3,8 @@
 Needs torch only to measure.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,15 +13,14 @@ import numpy as np
 from pkmlm.console import token_progress, warn
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.sources import expand_glob, find_source
-from pkmlm.data.tokenizer_file import tokenizer_file
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
-from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
-from pkmlm.files import MANIFEST, entry_of, json_text, read_json, sha256_of
+from pkmlm.export.config import ATTACHED, CONFIG, is_export, is_pretrained, read_config
+from pkmlm.files import MANIFEST, read_json, sha256_of
 from pkmlm.measure.usage import MemoryUsage, with_pools
 from pkmlm.memory.address import Addresses
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.record import checkpoint_digest, read_checkpoint_manifest
+from pkmlm.runs.record import checkpoint_digest, read_progress
 from pkmlm.runs.results import read_usage, usage_stem, write_arrays, write_usage
 
 if TYPE_CHECKING:  # these modules import torch
@@ -80,8 +79,9 @@ def has_memory(run: RunDirectory) -> bool:
     if (run.path / ATTACHED).is_file():
         facts = read_json(run.path / ATTACHED, "the attached memory's description", exit_code=1, schema=dict[str, Any])
         return facts.get("kind") != "dense"
-    recipe = read_config(run.path / CONFIG)[0] if is_export(run.path) else run.recipe()
-    return bool(recipe.model.memories)
+    if is_export(run.path):
+        return not is_pretrained(run.path) and bool(read_config(run.path / CONFIG)[0].model.memories)
+    return bool(run.recipe().model.memories)
 
 
 def usage_reports(runs: Mapping[str, RunDirectory], steps: Sequence[str], reading: Reading) -> list[RunUsage]:
@@ -126,9 +126,16 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
         find_source(str(text), None)
     if is_export(run.path):  # nothing is written into an export
         return _measure(run, step, reading)
-    number, first = run.resolve(step), world is None or world.rank == 0  # other ranks keep nothing
-    number = world.broadcast(number) if world else number
-    read_checkpoint_manifest(run.checkpoint(number))  # refuses a damaged one
+    if world and world.size > 1:
+        step = str(world.broadcast(run.resolve(step)))
+    return run.of(step, partial(_report_of, run, reading, texts))
+
+
+def _report_of(run: RunDirectory, reading: Reading, texts: Sequence[Path], folder: Path) -> RunUsage:
+    """The report of one checkpoint of a run; `texts` are those that `reading` chooses."""
+    choice, world = reading.choice, reading.world
+    first = world is None or world.rank == 0  # other ranks keep nothing
+    number = read_progress(folder).step  # refuses a damaged checkpoint
     # What the report depends on besides the checkpoint: hashes of the text or tokens, and how the text is read.
     if choice.text is not None:
         sha256 = " ".join(map(sha256_of, texts))
@@ -139,9 +146,7 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
         corpus = Corpus(choice.token_folders(run.path, run.recipe_of(number)), name)
         source = {"sha256": corpus.sha256, "corpus": corpus.hashes}  # a run refuses tokens with other hashes
     stem = usage_stem(run.path, name, number)
-    kept = (
-        load_usage(stem, checkpoint_digest(run.checkpoint(number)), source) if first and not reading.details else None
-    )
+    kept = load_usage(stem, checkpoint_digest(folder), source) if first and not reading.details else None
     if world.broadcast(kept is not None) if world else kept is not None:
         return RunUsage(run, *(kept or ({}, [])), slots=[])
     report = _measure(run, str(number), reading)
@@ -163,8 +168,8 @@ def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
 
     choice, quiet, world, details, base = reading
     loaded = load_on_all_ranks(run.path, step, world, base)
-    documents = chosen_documents(choice, loaded)
     quiet = quiet or (world is not None and world.rank > 0)
+    documents = chosen_documents(choice, loaded, quiet)
     slots: list[PageSlots] = []
     ngrams = ngrams_of(loaded.model)
     with token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance:
@@ -228,19 +233,12 @@ def export_usage(path: Path, report: RunUsage) -> None:
         3.pkm.masses   float64, same shape: the sum of the absolute values of their weights
         3.pkm.tokens   int64: positions that were counted
     and for the report: run, step, split, and sha256 (of the checkpoint's or the export's manifest, which lists the
-    sha256 of every file; if an export has none, as `transformers` saves it, of what the manifest would say).
+    sha256 of every file; empty for an export without one, as `transformers` saves it).
     """
-    entry, folder = report.entry, report.run.path
-    if entry["checkpoint"]:
-        sha256 = entry["checkpoint"]
-    elif (folder / MANIFEST).exists():
-        sha256 = sha256_of(folder / MANIFEST)
-    else:
-        files = [folder / CONFIG, tokenizer_file(folder), *sorted(folder.glob("*.safetensors"))]
-        sha256 = hashlib.sha256(json_text({file.name: entry_of(file) for file in files}).encode()).hexdigest()
-    arrays: dict[str, Any] = {key: np.array(entry[key]) for key in ("run", "step", "split")} | {
-        "sha256": np.array(sha256)
-    }
+    entry, manifest = report.entry, report.run.path / MANIFEST
+    sha256 = entry["checkpoint"] or (sha256_of(manifest) if manifest.exists() else "")
+    facts = {key: entry[key] for key in ("run", "step", "split")} | {"sha256": sha256}
+    arrays = {key: np.array(value) for key, value in facts.items()}
     for memory in report.memories:
         where = memory.label.removeprefix("layer ").replace(" ", ".")
         arrays[f"{where}.counts"], arrays[f"{where}.masses"] = memory.counts_HK, memory.masses_HK

@@ -74,9 +74,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
     With the library's `save_file`, the file would have to be read again for its digest: here a thread hashes each
     tensor while it is written.
-
-    Raises:
-        UserError: (exit code 1) the system refused a write.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
@@ -108,11 +105,7 @@ def memory_of(tensor: Tensor) -> Any:
 
 
 def prune(run: RunDirectory, keep: int, best: int | None) -> None:
-    """Delete all but the `keep` newest checkpoints and the best one.
-
-    Raises:
-        UserError: (exit code 1) one cannot be deleted.
-    """
+    """Delete all but the `keep` newest checkpoints and the best one."""
     for step in run.steps()[:-keep]:
         if step != best:
             remove_folder(run.checkpoint(step))

@@ -29,7 +29,7 @@ from pkmlm.files import (
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe, dump_recipe
 from pkmlm.runs.record import checkpoint_digest, read_recipe
-from pkmlm.runs.results import EVAL, USAGE, Evaluation, RunFacts, UsageReport, read_metrics, read_results
+from pkmlm.runs.results import EVAL, USAGE, read_metrics, read_results
 
 Read = TypeVar("Read")
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
@@ -37,7 +37,10 @@ STEP = re.compile(r"[0-9]{1,18}")
 # What a run keeps in its folder, besides what is measured later.
 OWN = {"recipe.yaml", "run.json", "metrics.jsonl", "train.log", *TOKENIZERS, "checkpoints"}
 OWN |= {"best", "latest", "done"}
+# In folders of exports and attached memories: commands would take a run in them for one of these.
+FOREIGN = {"config.json", "attached.json"}
 CHOOSE = "choose another -o"
+IMPORTED = "imported"  # the status of a run that `pkmlm import` wrote, which is no training's
 LOST_RECORD = "delete it: then only the record of how the run was started and how it ended is lost"
 
 
@@ -66,7 +69,8 @@ class RunDirectory:
         run = cls(path)
         if not run.recipe_file.is_file() and not run.steps():
             if (run.path / "config.json").is_file():
-                raise UserError(f"{path} is an export (expected a run)", "give the run it was exported from")
+                hint = "give the run it was exported from, or turn it into one: pkmlm import"
+                raise UserError(f"{path} is a model for transformers (expected a run)", hint)
             if (run.path / "attached.json").is_file():
                 raise UserError(
                     f"{path} is attached to a model (expected a run)", "see what takes it with `pkmlm help attach`"
@@ -122,8 +126,9 @@ class RunDirectory:
         entries = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         if ".lock" in entries or {"recipe.yaml", "run.json"} <= entries or self.steps():  # only a run has these
             return
-        for name in sorted(entries & OWN):
-            raise UserError(f"-o {self.path} is not a run, but holds {name}, which training would overwrite", CHOOSE)
+        for name in sorted(entries & (OWN | FOREIGN)):
+            why = "which training would overwrite" if name in OWN else "as a model for transformers does"
+            raise UserError(f"-o {self.path} is not a run, but holds {name}, {why}", CHOOSE)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -190,22 +195,35 @@ class RunDirectory:
 
     def best(self) -> int | None:
         """The step of the best validation, to which `best` points; None: there was none, or its checkpoint is gone."""
+        step = self._step_in("best")
+        while step is not None and step not in self.steps():
+            gone, step = step, self._step_in("best")
+            if step == gone:
+                return None
+            # a training process has found a better one since: look again
+        return step
+
+    def _step_in(self, pointer: str) -> int | None:
         with suppress(OSError, UnicodeDecodeError):
-            match = CHECKPOINT.fullmatch(read_bytes(self.path / "best").decode().strip())
-            if match and int(match[1]) in self.steps():
+            if match := CHECKPOINT.fullmatch(read_bytes(self.path / pointer).decode().strip()):
                 return int(match[1])
         return None
 
+    def of(self, step: str, read: Callable[[Path], Read]) -> Read:
+        """What a function reads of the checkpoint that `step` stands for, see `resolve`; if a training process replaces
+        that meanwhile, of the one that it stands for then.
+        """
+        while True:
+            folder = self.checkpoint(self.resolve(step))
+            try:
+                return read(folder)
+            except UserError:
+                if folder.exists():
+                    raise
+
     def of_latest(self, read: Callable[[Path], Read]) -> Read | None:
         """What a function reads of the latest checkpoint; None where there is none."""
-        while steps := self.steps():
-            try:
-                return read(self.checkpoint(steps[-1]))
-            except UserError:
-                if self.checkpoint(steps[-1]).exists():
-                    raise
-                # a training process has replaced it since: look again
-        return None
+        return self.of("latest", read) if self.steps() else None
 
     def digests(self) -> set[str]:
         """The digests of the run's checkpoints, see `checkpoint_digest`."""
@@ -217,11 +235,11 @@ class RunDirectory:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations of the run's checkpoints, see `read_results`."""
-        return read_results(self.path / EVAL, Evaluation, self.digests())
+        return read_results(self.path / EVAL, self.digests())
 
     def usage_reports(self) -> list[dict[str, Any]]:
         """The usage reports of the run's checkpoints, see `read_results`."""
-        return read_results(self.path / USAGE, UsageReport, self.digests())
+        return read_results(self.path / USAGE, self.digests())
 
     def done(self) -> int | None:
         """The step in the file `done`, at which training finished or ran out of patience; None where there is none."""
@@ -240,13 +258,16 @@ class RunDirectory:
         path = self.path / "run.json"
         facts: dict[str, Any] = {}
         if path.exists():
-            facts = read_json(path, "the run's record", LOST_RECORD, exit_code=1, schema=RunFacts)
+            facts = read_json(path, "the run's record", LOST_RECORD, exit_code=1, schema=dict[str, Any])
         return facts
 
     def status(self) -> str | None:
         """The status of training in run.json; "killed" if that is "running", but the process has ended."""
         status: str | None = self.facts().get("status")
-        return "killed" if status == "running" and abandoned(self.path / ".lock") else status
+        if status == "running" and abandoned(self.path / ".lock"):
+            status = self.facts().get("status")  # it may have ended between the two looks
+            return "killed" if status == "running" else status
+        return status
 
     def write_facts(self, **facts: Any) -> None:
         """Set keys of run.json."""

@@ -101,9 +101,7 @@ def read_checkpoint_manifest(folder: Path) -> dict[str, ManifestEntry]:
         UserError: (1) it cannot be read; (2) the checkpoint is of another version.
     """
     hint = damaged_hint(folder)
-    manifest: CheckpointManifest = read_manifest(
-        folder, "checkpoint", CHECKPOINT_VERSION, hint, schema=CheckpointManifest
-    )
+    manifest: CheckpointManifest = read_manifest(folder, "checkpoint", CHECKPOINT_VERSION, hint, CheckpointManifest)
     if folder.name != f"step-{manifest['step']:08d}":
         raise Damaged(f"{folder / MANIFEST} belongs to step {str(manifest['step'])[:20]}", hint, exit_code=1)
     if missing := {STATE, RECIPE} - manifest["files"].keys():

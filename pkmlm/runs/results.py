@@ -1,10 +1,10 @@
-"""What a run keeps besides its checkpoints: schemas, writing and reading of its results.
+"""What a run keeps besides its checkpoints: writing and reading of its results.
 
-run.json                          how the run was started and how it ended: `RunFacts`
-metrics.jsonl                     one event per line: `Event` or `DriftEvent`
-eval/NAME-step-N[-stride-S].json  a perplexity: `Evaluation`; NAME is that of a split or a text
-eval/tasks-NAMES[-shots-K]-step-N[-limit-L].json    zero-shot tasks: `Evaluation`
-usage/NAME-step-N.json, .npz      an entry of `usage-report --format json`, and its arrays: `UsageReport`
+run.json                          how the run was started and how it ended
+metrics.jsonl                     one event per line
+eval/NAME-step-N[-stride-S].json  what `eval --json` prints of a perplexity; NAME is that of a split or a text
+eval/tasks-NAMES[-shots-K]-step-N[-limit-L].json    likewise, of zero-shot tasks
+usage/NAME-step-N.json, .npz      an entry of `usage-report --format json`, and its arrays
 usage/drift-step-N.npz            what a "drift" event was computed from
 steps.json                        how long steps take, timed in turn with those of other runs: `StepTimes`
 
@@ -26,114 +26,41 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from pkmlm.console import warn
 from pkmlm.errors import UserError
-from pkmlm.files import MAKE_AGAIN, check_json, make_folder, open_file, read_json, remove_file, write_json, writing
+from pkmlm.files import (
+    MAKE_AGAIN,
+    TEMPORARY,
+    check_json,
+    make_folder,
+    open_file,
+    read_json,
+    remove_file,
+    write_json,
+    writing,
+)
 
 EVAL, USAGE = "eval", "usage"  # folders of a run
 STEPS = "steps.json"
 NAME_CHARACTERS = 60  # of the name of a text or of tasks in a file's name
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
-MaybeNumber = Number | None
 
 
-class RunFacts(TypedDict, total=False):
-    """run.json, which grows as the run goes on."""
-
-    status: str
-    exit_code: int | None
-    parameters: dict[str, Number]
-    tokenizer_sha256: str
-    data_sha256: str
-    data_dir: str | Annotated[list[str], Field(min_length=1)]
-    versions: dict[str, str]
-    device: str
-    precision: str
-    seconds: MaybeNumber
-    save_seconds_waited: list[Number]
-    earlier: list[dict[str, Any]]
-
-
-class Scores(TypedDict):
-    """A perplexity, in the three units; null where it is more than JSON can hold."""
-
-    token_ppl: NotRequired[MaybeNumber]
-    word_ppl: NotRequired[MaybeNumber]
-    bits_per_byte: NotRequired[MaybeNumber]
-
-
-class MemoryEntry(TypedDict):
-    """What each entry begins with: see `pkmlm.memory.address.entry_of`."""
-
-    memory: str
-    layer: int | None
-    kind: str
-    part: NotRequired[str]
-
-
-class UniformUsage(TypedDict):
-    """The share of slots that as many random reads would use."""
-
-    usage: Number
-
-
-class ValidationReads(MemoryEntry):
-    """How a validation read a memory."""
-
-    usage: Number
-    kl: MaybeNumber
-    uniform: UniformUsage
-
-
-class Event(Scores):
-    """A line of metrics.jsonl."""
+class Event(TypedDict):
+    """What every line of metrics.jsonl holds."""
 
     event: str
     step: int
-    loss: NotRequired[MaybeNumber]
-    lr: NotRequired[MaybeNumber]
-    grad_norm: NotRequired[MaybeNumber]
-    tokens: NotRequired[MaybeNumber]
-    tokens_per_second: NotRequired[MaybeNumber]
-    usage: NotRequired[list[ValidationReads]]
 
 
-class MemoryDrift(MemoryEntry):
-    """How training has read and moved a memory since the record before."""
+class Measured(TypedDict):
+    """What every file of RUN/eval and RUN/usage holds, among other keys."""
 
-    slots: int
-    read: int
-    died: int
-    woke: int
-    never: int
-    moved: MaybeNumber
-
-
-class DriftEvent(TypedDict):
-    """A line of metrics.jsonl whose "event" is "drift"."""
-
-    event: str
     step: int
-    since: int
-    memories: list[MemoryDrift]
-
-
-class Rows(TypedDict, total=False):
-    """The file that a task's rows were read from, or a text."""
-
-    sha256: str | None
-
-
-class TaskScore(TypedDict):
-    """The results of one task."""
-
-    acc: MaybeNumber
-    chance: MaybeNumber
-    num_fewshot: int
-    data: NotRequired[Rows | None]
+    checkpoint: str
 
 
 class Timed(TypedDict):
@@ -157,78 +84,6 @@ class StepTimes(TypedDict):
     timed_on: dict[str, str]
     busy_cores: Number
     steps: dict[str, list[Number]]
-
-
-class Measured(TypedDict):
-    """A file of RUN/eval or RUN/usage."""
-
-    step: int
-    checkpoint: str
-
-
-class Evaluation(Measured):
-    """A file of RUN/eval, which holds either "perplexity" or "tasks"."""
-
-    perplexity: dict[str, Any] | None
-    stride: int | None
-    source: Rows | None
-    tasks: dict[str, TaskScore]
-
-
-class Measure(TypedDict):
-    """Usage (a fraction) and KL (nats) of a memory's reads."""
-
-    usage: MaybeNumber
-    kl: MaybeNumber
-
-
-class MassMeasure(Measure):
-    """The same for reads weighted by their mass, and their Gini coefficient."""
-
-    gini: MaybeNumber
-
-
-class SlotAddresses(TypedDict):
-    """How slots are called: see `pkmlm.memory.address.Addresses`."""
-
-    columns: int | None
-    tables: bool
-
-
-class MemoryReport(MemoryEntry):
-    """How a text read a memory."""
-
-    slots: int
-    addresses: SlotAddresses
-    mass: MassMeasure
-    uniform: Measure
-    uniform_mass: Measure
-    effective: MaybeNumber
-    top_weight: MaybeNumber
-    pool: NotRequired[list[int]]
-
-
-class NGramReport(MemoryEntry):
-    """What a usage report says about the n-grams of one order that a memory has read."""
-
-    order: int
-    distinct: int
-    rows: int
-    tables: int
-    alone: Number
-    alone_expected: Number
-    alone_in_any: Number
-    alone_in_any_expected: Number
-
-
-class UsageReport(Measured):
-    """A json file of RUN/usage: all that is needed to show a usage report again."""
-
-    split: str
-    source: dict[str, Any]
-    memories: list[MemoryReport]
-    ngrams: NotRequired[list[NGramReport]]
-    warnings: list[str]
 
 
 # Names.
@@ -263,41 +118,37 @@ def usage_stem(run: Path, name: str, step: int) -> Path:
     return run / USAGE / f"{file_part(name)}-step-{step}"
 
 
-def drift_file(folder: Path, step: int) -> Path:
-    """Where RUN/usage keeps what the drift record of a step was computed from."""
-    return folder / f"drift-step-{step}.npz"
-
-
 # Reading and writing.
 
 
-def read_results(folder: Path, schema: Any, checkpoints: set[str]) -> list[dict[str, Any]]:
+def read_results(folder: Path, checkpoints: set[str]) -> list[dict[str, Any]]:
     """The results in a folder that were measured on one of these checkpoints, from the highest step down, and of one
-    step the newest first. Damaged files are left out with a warning.
+    step the newest first. Damaged files are left out with a warning; another process may be writing others.
 
     Args:
         folder: RUN/eval or RUN/usage.
-        schema: `Evaluation` or `UsageReport`.
         checkpoints: digests, see `RunDirectory.digests`.
     """
     found = []
     for file in folder.glob("*.json"):
+        if file.name.startswith(TEMPORARY):
+            continue
         try:
-            record = read_json(file, "the results", schema=schema)
+            written = file.stat().st_mtime_ns
+            record = read_json(file, "the results", schema=Measured)
+        except OSError:  # it has gone, to be measured again
+            continue
         except UserError as error:
-            warn(f"{error.message}; it is left out")
+            if file.exists():
+                warn(f"{error.message}; it is left out")
             continue
         if record["checkpoint"] in checkpoints:
-            found.append((record["step"], file.stat().st_mtime_ns, file.name, record))
+            found.append((record["step"], written, file.name, record))
     return [record for *_, record in sorted(found, key=itemgetter(0, 1, 2), reverse=True)]
 
 
 def write_evaluation(run: Path, file: str, record: dict[str, Any]) -> None:
-    """Write RUN/eval/`file`.
-
-    Raises:
-        UserError: (exit code 1) the system refused a write.
-    """
+    """Write RUN/eval/`file`."""
     make_folder(run / EVAL)
     write_json(run / EVAL / file, record)
 
@@ -357,11 +208,7 @@ def average_accuracy(tasks: Iterable[Mapping[str, Any]]) -> tuple[float | None, 
 
 
 def write_usage(stem: Path, entry: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Write a usage report: first its arrays, then its json file.
-
-    Raises:
-        UserError: (exit code 1) the system refused a write.
-    """
+    """Write a usage report: first its arrays, then its json file."""
     file, arrays_file = (stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "npz"))
     remove_file(file)  # it belongs to the arrays that are replaced now
     write_arrays(arrays_file, arrays)
@@ -375,15 +222,19 @@ def read_usage(
     (with a warning) is damaged.
     """
     file, arrays_file = (stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "npz"))
-    if not file.exists():
-        return None
     try:
-        entry: dict[str, Any] = read_json(file, "the usage report", exit_code=1, schema=UsageReport)
-        if (entry["checkpoint"], entry["source"]) != (checkpoint, source):
+        written = file.stat().st_mtime_ns
+        entry: dict[str, Any] = read_json(file, "the usage report", exit_code=1, schema=Measured)
+        if (entry["checkpoint"], entry.get("source")) != (checkpoint, source):
             return None
-        return entry, read_arrays(arrays_file)
+        arrays = read_arrays(arrays_file)
+        # A process that has replaced the arrays since has first deleted the json file.
+        return (entry, arrays) if file.stat().st_mtime_ns == written else None
+    except OSError:  # there is none, or it has gone
+        return None
     except UserError as error:
-        warn(f"{error.message}; it is measured again")
+        if file.exists():
+            warn(f"{error.message}; it is measured again")
         return None
 
 
@@ -417,8 +268,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     with open_file(path, "r", encoding="utf-8", errors="replace") as file:
         for text in file:
             with suppress(ValueError, RecursionError, TypeError):  # torn by a kill, or not an event
-                line = check_json(json.loads(text), Event)
-                yield check_json(line, DriftEvent) if line["event"] == "drift" else line
+                yield check_json(json.loads(text), Event)
 
 
 def validations(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,6 @@ from pkmlm.runs.record import CHECKPOINT_VERSION, RECIPE, STATE, Progress
 
 SPARE = 1 << 28  # bytes that a copy leaves free
 PATIENCE = 10.0  # seconds of waiting before it is said
-
-
-@dataclass
-class Snapshot:
-    """What a rank writes of a checkpoint.
-
-    Attributes:
-        step: of the checkpoint.
-        tensors: by file and name; not changed while they are written.
-        texts: of the small files, which rank 0 writes.
-    """
-
-    step: int
-    tensors: dict[str, dict[str, Tensor]]
-    texts: dict[str, Any]
 
 
 class Saver:
@@ -111,13 +96,12 @@ class Saver:
                 torch.cuda.synchronize()  # pinned copies are queued
         else:
             self.say("memory does not hold a copy of the checkpoint: training waits until it is written")
-        texts = {STATE: asdict(progress), RECIPE: dump_recipe(self.recipe)}
-        snapshot = Snapshot(progress.step, tensors, texts)
+        state, recipe = asdict(progress), dump_recipe(self.recipe)
         copied_in = time.monotonic() - began
 
         def write() -> None:
             try:
-                self._write(snapshot)
+                self._write(progress.step, tensors, state, recipe)
                 with self.background.collective_errors():
                     if self.background.rank == 0:
                         committed(copied_in if copy else time.monotonic() - began)
@@ -178,29 +162,30 @@ class Saver:
         needed = sum(tensor.nbytes for own in tensors.values() for tensor in own.values())
         return not self.ranks.world.all_max(int(needed + SPARE > free_bytes(torch.device("cpu"))))
 
-    def _write(self, snapshot: Snapshot) -> None:
-        world, run = self.background, self.run
-        path, lead = run.checkpoint(snapshot.step), world.rank == 0
+    def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], recipe: str) -> None:
+        """Write a rank's tensors, by file and name, and, on rank 0, the small files."""
+        world, path = self.background, self.run.checkpoint(step)
+        lead = world.rank == 0
         with world.collective_errors():
-            weights = [own for file, own in snapshot.tensors.items() if file.startswith(Path(WEIGHTS).stem)]
+            weights = [own for file, own in tensors.items() if file.startswith(Path(WEIGHTS).stem)]
             bad = [name for own in weights for name, tensor in own.items() if not is_finite(tensor)]
             if bad:
-                what = f"training diverged: {bad[0]} is not finite at step {snapshot.step}, which is not saved"
+                what = f"training diverged: {bad[0]} is not finite at step {step}, which is not saved"
                 raise UserError(what, exit_code=3)
         with ExitStack() as stack:
             with world.collective_errors():
                 folder = stack.enter_context(writing_folder(path)) if lead else path
             folder = path.with_name(world.broadcast(folder.name))
             with world.collective_errors():
-                entries = write_together(folder, snapshot.tensors)
+                entries = write_together(folder, tensors)
                 if lead:
-                    write_json(folder / STATE, snapshot.texts[STATE])
-                    write_text(folder / RECIPE, snapshot.texts[RECIPE])
-                    entries |= {name: entry_of(folder / name) for name in snapshot.texts}
+                    write_json(folder / STATE, state)
+                    write_text(folder / RECIPE, recipe)
+                    entries |= {name: entry_of(folder / name) for name in (STATE, RECIPE)}
             files = {name: entry for share in world.gather_objects(entries) for name, entry in share.items()}
             with world.collective_errors():
                 if lead:
-                    manifest = {"version": CHECKPOINT_VERSION, "step": snapshot.step, "files": files}
+                    manifest = {"version": CHECKPOINT_VERSION, "step": step, "files": files}
                     write_json(folder / MANIFEST, manifest)
                     stack.close()
 
@@ -210,9 +195,6 @@ def write_together(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> dict[
 
     Returns:
         what a manifest says of each file.
-
-    Raises:
-        UserError: (exit code 1) the system refused a write.
     """
     entries: dict[str, ManifestEntry] = {}
     failures: list[BaseException] = []

@@ -35,6 +35,15 @@ class Paces(TypedDict):
     relative: dict[str, Number]
 
 
+def busy_note(folder: Path) -> str:
+    """A line about a sweep's equal seconds, if other programs ran while steps were timed; empty: none did."""
+    file = folder / FILE
+    busy = read_json(file, "the times of steps", exit_code=1, schema=Paces)["busy_cores"] if file.exists() else 0
+    if busy <= BUSY:
+        return ""
+    return f"equal seconds: steps were timed while other programs used {busy:.1f} cores"
+
+
 def relative_steps(
     recipes: Mapping[Place, Recipe], grid: Grid, folder: Path | None, say: Say, *, retime: bool
 ) -> dict[Place, float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pkmlm.data.corpus import Corpus
+from pkmlm.data.corpus import Corpus, holds_tokens
 from pkmlm.errors import UserError
 from pkmlm.files import open_file
 from pkmlm.recipe.load import read_tree, recipe_of
@@ -21,7 +21,6 @@ from pkmlm.sweep.grid import Grid, Point, assignments
 
 Place = tuple[Point, str | None]  # a point and a value of the tuned key, None where nothing is tuned
 WRONG_USAGE = 2  # exit code of a command
-LONGEST_NAME = 200  # bytes; a file system has room for 255, with endings such as _trial
 PROVENANCE = ("versions", "commit", "source_sha256", "device", "precision", "ranks", "earlier")  # keys of run.json
 
 
@@ -96,9 +95,6 @@ class Cells:
             if (twin.named, twin.tuned) != (cell.named, cell.tuned):
                 message = f"two cells of the grid have the name {cell.name}"
                 raise UserError(message, "give the axes' values distinct names")
-        if long := [name for name in distinct if len(os.fsencode(name)) > LONGEST_NAME]:
-            message = f"the name of the cell {long[0][:60]}... has {len(os.fsencode(long[0]))} bytes"
-            raise UserError(f"{message} (expected at most {LONGEST_NAME})", "give the axes' values shorter names")
 
     def _cell(self, point: Point, seed: int, tuned: str | None, trial: Node | None = None) -> Cell:
         tuning = [] if self.grid.tune is None or tuned is None else self.grid.tune.overrides(tuned)
@@ -117,8 +113,9 @@ class Cells:
                     overrides.insert(-1, f"train.steps={steps}")
                     recipe = recipe_of(self.tree, overrides)
             folders = recipe.data.folders
-            if recipe.train.epochs is not None and folders and all(Path(folder).exists() for folder in folders):
-                recipe = recipe.with_epochs(Corpus(recipe.data.folders, "train").tokens)
+            if recipe.train.epochs is not None and folders and all(map(holds_tokens, folders)):
+                corpus = Corpus(recipe.data.folders, "train")
+                recipe = recipe.with_epochs(corpus.tokens, corpus.documents)
         except UserError as error:
             where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
             raise UserError(f"{where}: {error.message}", error.hint, error.exit_code) from None
@@ -263,7 +260,8 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
     try:
         if not run.recipe_file.exists() and not run.steps():
             return None
-        recipe, asked = run.recipe(), cell.recipe
+        recipe = run.recipe()
+        asked = replace(cell.recipe, name=recipe.name)  # which changes no number
         if asked.train.epochs == recipe.train.epochs is not None:  # the steps of its tokens, which may be gone
             asked = replace(asked, train=replace(asked.train, steps=recipe.train.steps))
         if recipe != asked and not has_moved_tokens(run, recipe, asked):
@@ -285,9 +283,11 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
 
 
 def has_moved_tokens(run: RunDirectory, before: Recipe, now: Recipe) -> bool:
-    """Whether two recipes differ only in the folder of the same tokens."""
+    """Whether two recipes differ only in the folder of the same tokens, or of tokens that are gone from both."""
     if now.data.dir is None or replace(before, data=now.data) != now:
         return False
+    if not any(map(holds_tokens, (*before.data.folders, *now.data.folders))):
+        return True
     latest, train = run.of_latest(read_progress), Corpus(now.data.dir, "train")
     trained = latest.data if latest else {}
     return (trained.get("tokenizer"), trained.get("train")) == (train.tokenizer_sha256, train.sha256)

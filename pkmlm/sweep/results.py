@@ -5,7 +5,7 @@ folder that keeps them: the runs in `cells/`, and what is made from these: `resu
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import floor, log10
 from pathlib import Path
 from statistics import fmean, median
@@ -17,7 +17,7 @@ from pkmlm.environment import source_commit, source_sha256
 from pkmlm.errors import UserError
 from pkmlm.files import make_folder, read_json, write_json, write_text
 from pkmlm.recipe.schema import recipe_sha256
-from pkmlm.report.compare import Comparison, Group
+from pkmlm.report.compare import Comparison, Group, comparable_with_dense
 from pkmlm.report.dense_equivalent import Equivalent, dense_equivalents
 from pkmlm.report.equal import Equal
 from pkmlm.report.metrics import FLOORED, MEASURES
@@ -42,6 +42,8 @@ class Results:
         speeds: of the points' models, all timed in one call, perhaps an earlier one for which a point had another
             recipe.
         equals: where runs are compared at equal amounts of what the grid says.
+        source: the `source_sha256` of the code that runs the sweep.
+        note: a line below what holds; empty: none.
     """
 
     grid: Grid
@@ -50,6 +52,8 @@ class Results:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     speeds: dict[Point, Timed] = field(default_factory=dict)
     equals: list[Equal] = field(default_factory=list)
+    source: str = field(default_factory=source_sha256)
+    note: str = ""
 
     @property
     def ended(self) -> int:
@@ -59,6 +63,11 @@ class Results:
     @property
     def failed(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes.values() if outcome.status == "failed"]
+
+    def of_other_code(self) -> list[str]:
+        """The names of the runs that were trained, in an earlier call, with other code than this sweep's."""
+        sources = {each.cell.name: each.facts.get("trained_by", {}).get("source_sha256") for each in self.in_order()}
+        return [name for name, source in sources.items() if source not in (None, self.source)]
 
     def add(self, outcome: Outcome) -> None:
         self.outcomes[outcome.cell.name] = outcome
@@ -149,10 +158,11 @@ class Results:
         return Comparison({name: RunDirectory(runs / name) for name in facts}, list(facts.values()), groups, [])
 
     def equivalents(self) -> dict[str, dict[str, Equivalent]]:
-        """`dense_equivalents` of the runs that count, among those of an equal budget."""
+        """`dense_equivalents` of the runs that count, among those of an equal budget on the same tokens."""
         found: dict[str, dict[str, Equivalent]] = {}
         for points in self.by_budget():
-            found |= dense_equivalents(self.groups(points), self.grid.over)
+            groups = self.groups(points)
+            found |= dense_equivalents(comparable_with_dense(groups)[1], self.grid.over)
         return found
 
     def by_budget(self) -> list[list[Point]]:
@@ -162,14 +172,9 @@ class Results:
         return [[point for point in self.grid.points() if point[-1] == each] for each in self.grid.equal]
 
     def verdicts(self) -> list[Verdict]:
-        return [
-            *(
-                verdict(self.grid, claim, self.by_seed, self.tokenizer, self.equal_at(points), points)
-                for claim in self.grid.claims
-                for points in self.by_budget()
-            ),
-            *rank_correlations(self.grid, self.by_seed),
-        ]
+        of_points = [(self.by_seed, self.tokenizer, self.equal_at(points), points) for points in self.by_budget()]
+        found = [verdict(self.grid, claim, *each) for claim in self.grid.claims for each in of_points]
+        return found + [each for of in of_points for each in rank_correlations(self.grid, *of)]
 
     def equal_at(self, points: Sequence[Point]) -> str | None:
         """What the runs of these points take equally much of: without `equal`, tokens, if all recipes read as many."""
@@ -214,7 +219,7 @@ class Results:
             "published_by": {
                 "versions": {"pkmlm": __version__, "python": platform.python_version()},
                 "commit": source_commit(),
-                "source_sha256": source_sha256(),
+                "source_sha256": self.source,
             },
             "points": points,
             "verdicts": [asdict(each) for each in self.verdicts()],
@@ -243,7 +248,10 @@ class Results:
             columns = [Column("Claim or measure"), number("holds")]
             if self.grid.trains:
                 columns += [number("in every seed"), number("beyond them"), Column("at equal")]
-            found.append(Table("What holds", columns, [each.row()[: len(columns)] for each in verdicts]))
+            rows = [each.row()[: len(columns)] for each in verdicts]
+            found.append(Table("What holds", columns, rows, note=self.note))
+        elif self.note:
+            found[0] = replace(found[0], note="\n".join(filter(None, [found[0].note, self.note])))
         return found
 
     def plan(self, seconds: Mapping[Point, float]) -> Table:
@@ -303,7 +311,10 @@ class Results:
                 ended = {outcome.status for outcome in self.tried(point)}
                 row[first_cell] = " and ".join(sorted(ended - {"measured", "stopped"})) or None
             rows.append(row)
-        return Table(title, columns, rows)
+        apart = len(set(map(self.tokenizer, grid.points())) - {None}) > 1
+        by_token = [MEASURES[measure].heading for measure in measures if MEASURES[measure].by_token]
+        note = f"not comparable between points, whose tokenizers differ: {', '.join(by_token)}"
+        return Table(title, columns, rows, note if apart and by_token else "")
 
     def _tuning(self, tune: Tune) -> Table:
         """The validation loss at each tuned value. If the best is the first or the last of the list, one beyond it may

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from pkmlm.cost import cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batches
 from pkmlm.device import default_device, machine
-from pkmlm.environment import usable_cores
+from pkmlm.environment import SIZE, child_command, usable_cores
 from pkmlm.errors import UserError, memory_errors, printable
 from pkmlm.evaluate.documents import open_split
 from pkmlm.evaluate.load import load_run
@@ -41,7 +41,7 @@ from pkmlm.report.metrics import MEASURES, TASKS
 from pkmlm.report.plots import Look, draw_curves
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest, signal_name, stop_on_signals
-from pkmlm.sweep.budget import relative_steps
+from pkmlm.sweep.budget import busy_note, relative_steps
 from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, Place, best, facts_at_end, finished, steps_taken
 from pkmlm.sweep.grid import Point, read_grid
 from pkmlm.sweep.plots import draw
@@ -51,6 +51,21 @@ TIMED_TOKENS = 4096  # scored at once
 ROUNDS = 7
 ESTIMATE_ROUNDS = 2  # of a dry run
 DIVERGED = 3  # exit code of a command
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Who runs the cells of a sweep.
+
+    Attributes:
+        jobs: cells at a time; each gets its share of the usable cores.
+        devices: GPUs as in CUDA_VISIBLE_DEVICES, a cell on each; empty: those of this process.
+        task_data: as for `pkmlm eval --task-data`.
+    """
+
+    jobs: int = 1
+    devices: Sequence[str] = ()
+    task_data: str | None = None
 
 
 def open_sweep(
@@ -111,14 +126,14 @@ def with_vocab_sizes(cells: Cells, runs: Path | None) -> dict[Place, Recipe]:
         UserError: a recipe does not say its vocabulary size, and has no tokens.
     """
     trained = [RunDirectory(path.parent) for path in sorted(runs.glob("*/recipe.yaml"))] if runs else []
+    several = len({cell.recipe.data.folders for cell in cells.whole.values()}) > 1
     sizes: dict[tuple[str, ...], int] = {}
     found = {}
     for place, cell in cells.whole.items():
         recipe, folders = cell.recipe, cell.recipe.data.folders
         if recipe.model.vocab_size is None:
             if folders not in sizes:
-                gone = folders and not any(Path(folder).exists() for folder in folders)
-                alike = [run for run in trained if gone and run.recipe().data.folders == folders]
+                alike = [run for run in trained if not several or run.recipe().data.folders == folders]
                 sizes[folders] = vocab_size_in(alike[0]) if alike else vocab_size_of(recipe)
             recipe = replace(recipe, model=replace(recipe.model, vocab_size=sizes[folders]))
         found[place] = recipe
@@ -153,9 +168,7 @@ def run_sweep(
     look: Look,
     table_only: bool,
     retime: bool,
-    jobs: int,
-    devices: Sequence[str],
-    task_data: str | None,
+    workers: Workers,
     quiet: bool,
 ) -> int:
     """Run the cells of a grid that have not ended, time their models, and write and show the tables.
@@ -166,9 +179,6 @@ def run_sweep(
         look: of the plots.
         table_only: run nothing; publish what the folder holds.
         retime: time models and steps again.
-        jobs: cells at a time.
-        devices: GPUs as in CUDA_VISIBLE_DEVICES, a cell on each; empty: those of this process.
-        task_data: as for `pkmlm eval --task-data`.
         quiet: show no progress on standard error.
 
     Returns:
@@ -176,16 +186,17 @@ def run_sweep(
 
     Raises:
         UserError: a device or data is missing, or the folder is in use, or holds another sweep; (exit code 1) the
-            models could not be timed, and the tables lack their speeds.
+            models could not be timed, and the tables lack their speeds, or runs of other code are among them.
     """
     folder.recall(results)
+    results.note = busy_note(folder.path) if "seconds" in results.grid.equal else ""
     if retime:
         results.speeds = {}
     code, problem = 0, None
     if table_only:
         folder.collect(results)
     else:
-        if devices:
+        if devices := workers.devices:
             # This process times the models on the first. Torch would silently use the CPU in place of a GPU that does
             # not exist. CUDA shows a process only one MIG instance.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -194,7 +205,7 @@ def run_sweep(
                 message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
                 raise UserError(message, "pkmlm doctor lists the devices")
         if results.grid.trains:
-            code = run_cells(results, folder, jobs, devices, task_data, quiet)
+            code = run_cells(results, folder, workers, quiet)
         timed = results.grid.points() if "speed" in results.grid.measure else []
         if not code and any(results.chosen(point) and not results.rounds(point) for point in timed):
             folder.write(results)  # before the timing, which may fail
@@ -222,27 +233,25 @@ def run_sweep(
             say_drawn(len(drawn), folder.path)
     for outcome in results.failed if not code else ():
         print(f"error: {printable(outcome.cell.name)}: {printable(outcome.message)}", file=sys.stderr)
+    others = results.of_other_code()
+    if others and not (table_only or code):
+        message = f"{len(others)} of the runs were trained with other code of pkmlm than this: {', '.join(others)}"
+        hint = "delete their folders to train them again; --table shows them with the rest"
+        raise UserError(f"{folder.path}: {message}", hint, exit_code=1)
     if problem:
         raise problem
     # 2 if wrong usage explains all of them.
     return code or min((outcome.exit_code for outcome in results.failed), default=0)
 
 
-def run_cells(
-    results: Results,
-    folder: SweepFolder,
-    jobs: int,
-    devices: Sequence[str],
-    task_data: str | None,
-    quiet: bool,
-) -> int:
+def run_cells(results: Results, folder: SweepFolder, workers: Workers, quiet: bool) -> int:
     """Train and measure the cells; returns the exit code of the signal that stopped it, or 0."""
     results.cells.refuse_missing_data()
     warn_each(results.cells.warnings())
     if tasks := tasks_of(results.grid.measure):  # bad ones are refused before hours of training
         from pkmlm.evaluate.tasks import load_tasks  # takes seconds
 
-        load_tasks(",".join(tasks), Path(task_data) if task_data else None, None)
+        load_tasks(",".join(tasks), Path(workers.task_data) if workers.task_data else None, None)
     total, runs = len(results.cells), folder.runs
     make_folder(runs)
     lock = locked(runs / ".lock", f"the sweep {folder.path}")
@@ -260,7 +269,7 @@ def run_cells(
 
         def say(text: str) -> None:
             if not quiet:
-                wrap = progress.console.is_terminal  # elsewhere a long line stays one line
+                wrap = progress.console.is_interactive  # elsewhere a long line stays one line
                 progress.console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=not wrap)
 
         def on_end(outcome: Outcome) -> None:
@@ -277,8 +286,8 @@ def run_cells(
                 say(f"{place} {outcome.cell.name}: " + ": ".join(filter(None, (what, outcome.message))))
 
         folder.begin(results)
-        say(f"{total} runs in {folder.path}, {jobs} at a time")
-        Runner(runs, results.grid.measure, jobs, devices, task_data, stop).run(results.cells, on_end, show_running)
+        say(f"{total} runs in {folder.path}, {workers.jobs} at a time")
+        Runner(runs, results.grid.measure, workers, stop, results.source).run(results.cells, on_end, show_running)
         if stop.exit_code is not None:
             print("stopped on request; the same command resumes it", file=sys.stderr)
     return stop.exit_code or 0
@@ -290,25 +299,15 @@ class Runner:
     Args:
         folder: of the run directories; its `.recipes` receives their recipes.
         measures: names of `MEASURES`.
-        jobs: cells at a time; each gets its share of the usable cores.
-        devices: values of CUDA_VISIBLE_DEVICES, at least as many as jobs; empty: that of this process.
-        task_data: as for `pkmlm eval --task-data`.
         stop: says when a signal has asked to stop.
+        source: see `child_command`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        measures: Sequence[str],
-        jobs: int,
-        devices: Sequence[str],
-        task_data: str | None,
-        stop: StopRequest,
-    ):
-        self.folder, self.task_data, self.stop, self.jobs = folder, task_data, stop, jobs
+    def __init__(self, folder: Path, measures: Sequence[str], workers: Workers, stop: StopRequest, source: str):
+        self.folder, self.workers, self.stop, self.source = folder, workers, stop, source
         self.sources = {MEASURES[name].source for name in measures}
         self.tasks = tasks_of(measures)
-        self.devices, self.free_devices = devices, list(devices)
+        self.free_devices = list(workers.devices)
         self.running: list[Cell] = []
         self.children: list[subprocess.Popen[str]] = []
         self.asked: set[int] = set()  # processes that have been asked to stop
@@ -325,7 +324,7 @@ class Runner:
         compete = {point: [cell.name for cell in cells.tuning(point)] for point in cells.grid.points()}
         ended: dict[str, Outcome] = {}
         begun: set[tuple[str, bool]] = set()  # with whether it is measured
-        pool = ThreadPoolExecutor(self.jobs)
+        pool = ThreadPoolExecutor(self.workers.jobs)
         waiting: list[Future[Outcome]] = []
 
         def begin(found: Iterable[Cell], measure: bool) -> None:
@@ -406,18 +405,20 @@ class Runner:
         if "usage" in self.sources and cell.recipe.model.memories and not facts["usage"]:
             yield ["usage-report", path, "-q", *tokens]
         if "tasks" in self.sources and not set(self.tasks) <= facts["tasks"].keys():
-            data = [] if self.task_data is None else ["--task-data", self.task_data]
+            rows = self.workers.task_data
+            data = [] if rows is None else ["--task-data", rows]
             yield ["eval", path, "-q", "--tasks", ",".join(self.tasks), *data]
 
     def _call(self, arguments: Sequence[str]) -> tuple[int, str]:
         """Run one command; returns its exit code and its last error, or else its last line."""
         environment = dict(os.environ)
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self.jobs)))
-        if self.devices:
+        environment.pop(SIZE, None)  # each cell trains alone; left over from a launcher, it would wait for others
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self.workers.jobs)))
+        if self.workers.devices:
             environment["CUDA_VISIBLE_DEVICES"] = device = self.free_devices.pop(0)
         try:
             with subprocess.Popen(
-                [sys.executable, "-m", "pkmlm.cli.launch", str(os.getpid()), *arguments],
+                child_command(arguments, self.source),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -429,7 +430,7 @@ class Runner:
                 _, said = child.communicate()
                 self.children.remove(child)
         finally:
-            if self.devices:
+            if self.workers.devices:
                 self.free_devices.append(device)
         lines = said.strip().splitlines()
         errors = [line for line in lines if line.startswith("error: ")] or lines

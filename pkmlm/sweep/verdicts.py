@@ -12,6 +12,7 @@ from pkmlm.sweep.grid import Claim, Grid, Point
 
 Values = Callable[[str, Point], tuple[float, ...]]  # of a measure at a point: one a seed
 BySeed = Callable[[str, Point], Mapping[int, float]]
+Tokenizers = Callable[[Point], str | None]  # of the runs of a point
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Verdict:
         seeded: of the pairs, how many have two seeds or more in common.
         in_every: of these, how many have the claimed order in each seed.
         clear: of these, how many have every seed of one point beyond every seed of the other.
-        apart: how many pairs were left out because their tokens are of different tokenizers.
+        apart: how many pairs were left out because their tokens are of different tokenizers; in place of a correlation,
+            how many points.
         equal: what the runs have taken equally much of, "tokens" for example; None: not equally much of anything.
         correlation: Spearman's rank correlation with the paper over points; None for a claim.
     """
@@ -41,7 +43,7 @@ class Verdict:
 
     def row(self) -> list[Any]:
         if self.correlation is not None:
-            return [self.text, f"{self.correlation:+.2f}", None, None, None]
+            return [self.text, f"{self.correlation:+.2f}", None, None, self.equal]
         counts = [(self.held, self.pairs), (self.in_every, self.seeded), (self.clear, self.seeded)]
         holds, *others = [f"{part} of {whole}" if whole else None for part, whole in counts]
         if self.apart:
@@ -53,7 +55,7 @@ def verdict(
     grid: Grid,
     claim: Claim,
     values: BySeed,
-    tokenizer: Callable[[Point], str | None],
+    tokenizer: Tokenizers,
     equal: str | None,
     points: Sequence[Point],
 ) -> Verdict:
@@ -105,24 +107,30 @@ def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:
             yield less, greater
 
 
-def rank_correlations(grid: Grid, values: BySeed) -> list[Verdict]:
-    """Spearman's correlation of the measured means with the paper's numbers, for each measure that has both at three
-    points or more. Means are over the seeds that all of these points have.
+def rank_correlations(
+    grid: Grid, values: BySeed, tokenizer: Tokenizers, equal: str | None, points: Sequence[Point]
+) -> list[Verdict]:
+    """Spearman's correlation of the measured means with the paper's numbers, for each measure that has both at three of
+    `points` or more. Means are over the seeds that all of these points have. What is measured by the token is not
+    ranked across tokenizers.
+
+    Args:
+        values, tokenizer, equal, points: as of `verdict`.
     """
     found = []
     for measure in grid.measure:
-        known = [
-            (measured, paper)
-            for point in grid.points()
-            if (measured := values(measure, point)) and (paper := grid.paper_value(measure, point)) is not None
-        ]
+        both_at = [point for point in points if values(measure, point) and grid.paper_value(measure, point) is not None]
+        known = [(values(measure, point), grid.paper_value(measure, point)) for point in both_at]
+        text = f"{MEASURES[measure].heading}: rank correlation with the paper, {{}} points"
+        if MEASURES[measure].by_token and len(set(map(tokenizer, both_at))) > 1:
+            found.append(Verdict(text.format(len(known)), apart=len(known), equal=equal))
+            continue
         shared = [seed for seed in grid.seeds if all(seed in measured for measured, _ in known)]
         both = [(fmean(measured[seed] for seed in shared), paper) for measured, paper in known if shared]
         columns = [list(column) for column in zip(*both, strict=True)]
         if len(both) >= 3 and all(len(set(column)) > 1 for column in columns):
             agreement = correlation(*map(ranks, columns))
-            text = f"{MEASURES[measure].heading}: rank correlation with the paper, {len(both)} points"
-            found.append(Verdict(text, correlation=agreement))
+            found.append(Verdict(text.format(len(both)), correlation=agreement, equal=equal))
     return found
 
 

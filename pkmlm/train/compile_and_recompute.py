@@ -3,8 +3,6 @@ twice rather than keep them. Both replace the forward of modules; parameters kee
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,8 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pkmlm.errors import UserError, first_line
-from pkmlm.memory.base import Tap, memories
-from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.base import memories
 from pkmlm.model.attention import Attention
 from pkmlm.model.transformer import FFN, Transformer
 
@@ -30,19 +27,27 @@ def compile_dense_parts(model: Transformer) -> None:
     Raises:
         UserError: torch.compile does not work on this machine.
     """
-    try:  # fail here, at one addition, rather than in the middle of a step
-        torch.compile(torch.add, options=OPTIONS)(torch.ones(8, device=next(model.parameters()).device), 1)
-    except RuntimeError as error:
-        reason = first_line(error)
-        raise UserError(
-            f"train.compile: torch.compile does not work here: {reason}",
-            "install a C++ compiler (g++ or clang), or leave train.compile false",
-            exit_code=1,
-        ) from None
+    check_compiler(next(model.parameters()).device, "train.compile", "leave train.compile false")
     for block in model.blocks:
         inner = [part for part in block.modules() if isinstance(part, Attention | FFN)]
         for part in inner if memories(block) else [block]:
             run_compiled_in_training(part)
+
+
+def check_compiler(device: torch.device, asked: str, otherwise: str) -> None:
+    """Fail here, at one addition, rather than in the middle of a step.
+
+    Args:
+        asked: what asked for the compiler, for the error; otherwise: how to do without it.
+
+    Raises:
+        UserError: (exit code 1) torch.compile does not work on this machine.
+    """
+    try:
+        torch.compile(torch.add, options=OPTIONS)(torch.ones(8, device=device), 1)
+    except RuntimeError as error:
+        message = f"{asked}: torch.compile does not work here: {first_line(error)}"
+        raise UserError(message, f"install a C++ compiler (g++ or clang), or {otherwise}", exit_code=1) from None
 
 
 def run_compiled_in_training(module: nn.Module) -> None:
@@ -63,22 +68,11 @@ def recompute_activations(block: nn.Module) -> None:
     The numbers are the same: dropout repeats its draws, and running statistics and reads are counted once.
     """
     plain = block.forward
-    counting = [module for module in block.modules() if isinstance(module, QueryBatchNorm | Tap)]
-
-    @contextmanager
-    def uncounted() -> Iterator[None]:
-        for module in counting:
-            module.counts = False
-        try:
-            yield
-        finally:
-            for module in counting:
-                module.counts = True
 
     @functools.wraps(plain)
     def forward(*inputs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return plain(*inputs)
-        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), uncounted()))
+        return checkpoint(plain, *inputs, use_reentrant=False)
 
     block.forward = forward

@@ -1,6 +1,7 @@
 """A dry run: the plan of a run, and its first step in memory. Nothing is written."""
 
 import time
+from collections.abc import Collection
 
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
@@ -10,18 +11,18 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.init_from import check_init_from
 from pkmlm.train.job import Job
 from pkmlm.train.out_of_memory import rank_bytes, too_large_warning
-from pkmlm.train.resume_check import refuse_changed_recipe, refuse_output
+from pkmlm.train.resume_check import check_allowed, refuse_changed_recipe, refuse_output
 from pkmlm.train.run import build_state, device_settings, explaining_failure, initial_model
 from pkmlm.train.slot_choice import check_background
 from pkmlm.train.step import train_step
 
 
-def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto") -> None:
+def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto", allowed: Collection[str] = ()) -> None:
     """Print what `train` would do, take the first step of a new run in memory, and print how it went; rank 0 prints.
 
     Args:
         output: the run directory that `train` would write, which is only checked; None: check none.
-        resume: as in `train`.
+        resume, allowed: as in `train`.
 
     Raises:
         UserError: as `train`.
@@ -32,10 +33,11 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
     with world.collective_errors():
         settings = device_settings(job.recipe)
         if lead:
+            check_allowed(job.recipe, allowed)
             if run:
                 refuse_output(run, resume)
                 if run.steps():
-                    refuse_changed_recipe(run, job.recipe)
+                    refuse_changed_recipe(run, job.recipe, allowed)
             if run is None or not run.steps():  # a resume does not read `train.init_from`
                 start, warnings = check_init_from(job)
             check_background(job)
@@ -53,6 +55,14 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
         print(f"first step   loss {loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}", flush=True)
 
 
+TRAINS = {
+    "all": "all parameters",
+    "memories": "the memories alone",
+    "values": "tables of the memories alone",
+    "gates": "gates of the memories alone",
+}
+
+
 def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     """What a run would be, in labelled lines: recipe, device, parameters, batch, length, what trains, and memory."""
     recipe, train = job.recipe, job.recipe.train
@@ -64,7 +74,7 @@ def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
     spec = recipe.finetune
     chosen = "" if spec.slots == "all" else f", of each table the first {spec.top:,} slots of a step by {spec.slots}"
-    trains = "tables of the memories alone" if train.only == "values" else "all parameters"
+    trains = TRAINS[train.only]
     return [
         f"recipe       {recipe.name}",
         f"device       {settings.device}, {settings.precision} ({settings.reason})",
@@ -72,7 +82,9 @@ def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
         f"batch        {sequences:,} sequence{'s' if sequences > 1 else ''} of {recipe.model.context:,} tokens, "
         f"in {micro_batches:,} micro-batch{'es' if micro_batches > 1 else ''} of {train.micro_batch:,}{each}",
         f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
-        f"{job.epochs:,.2f} epochs of {job.corpus.tokens:,}",
+        f"{job.epochs:,.2f} epochs of {job.corpus.tokens:,}"
+        + f" in {job.corpus.documents:,} sequences"
+        * (not recipe.data.pack),
         f"trains       {trains}{chosen}",
         f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{each}: {parts}",
     ]

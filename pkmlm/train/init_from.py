@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ HEAD = "untied_head.weight"
 IDS = "token_ids."  # which the tokenizer gives, whatever a checkpoint holds
 SHAPELESS = {
     *("model.heads", "model.kv_heads", "model.head_dim", "model.attention", "model.document_mask", "model.residual"),
-    *("model.norm", "model.ffn"),
+    *("model.norm", "model.norm_eps", "model.ffn"),
 }
 
 
@@ -99,11 +100,13 @@ def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path, int]:
             f"train.init_from: run {source.path} has another tokenizer than {job.corpus.name}",
             f"tokenize again with --tokenizer {source.tokenizer_file}",
         )
-    try:
-        best = source.best()
-        step = source.resolve("latest") if best is None else best
-        path = source.checkpoint(step)
+
+    def verified(path: Path) -> tuple[Path, int]:
         verify(path, optimizer=False)
+        return path, read_progress(path).step
+
+    try:
+        path, step = source.of("latest" if source.best() is None else "best", verified)
     except UserError as error:
         hint = "start from another run, or copy that one again"
         raise UserError(f"train.init_from: {error.message}", hint, error.exit_code) from None
@@ -135,11 +138,12 @@ def _differing_keys(job: Job, source: RunDirectory) -> dict[str, str]:
 
 def _shapeless(model: Model) -> set[str]:
     """Keys that change what a model computes from its weights, but not the shape of a tensor."""
-    rotary = {"model.rotary_fraction", "model.rotary_base"} if model.positions == "rotary" else set()
+    rotary = {"model.rotary_fraction", "model.rotary_base"}
+    rotary |= {f"model.rotary_scaling.{key.name}" for key in fields(model.rotary_scaling)}
     of_memories = {
         f"model.memories.{name}.{key}" for name, memory in model.memories.items() for key in ("kind", *memory.shapeless)
     }
-    return SHAPELESS | rotary | of_memories
+    return SHAPELESS | of_memories | (rotary if model.positions == "rotary" else set())
 
 
 def _modules(names: Set[str], loaded: Set[str]) -> str:
@@ -148,7 +152,7 @@ def _modules(names: Set[str], loaded: Set[str]) -> str:
     """
     layers: dict[str, list[str]] = {}
     for name in sorted(names):
-        within = re.fullmatch(r"(blocks\.(\d+)\.(?:(?:before|values|parts)\.)?(?:memory_)?)(([^.]+).*)", name)
+        within = re.fullmatch(r"(blocks\.(\d+)\.(?:(?:before|values|parts|gates)\.)?(?:memory_)?)(([^.]+).*)", name)
         if within is None:
             layers[name.replace("pools.memory_", "")] = []
             continue

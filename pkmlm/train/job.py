@@ -50,8 +50,8 @@ class Job:
     @property
     def epochs(self) -> float:
         """How often training reads the text, which `Batches` cuts into sequences."""
-        train, context = self.recipe.train, self.recipe.model.context
-        return train.steps * self.recipe.sequences / -(-self.corpus.tokens // context)
+        of_one = self.recipe.epoch_sequences(self.corpus.tokens, self.corpus.documents)
+        return self.recipe.train.steps * self.recipe.sequences / of_one
 
 
 def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: bool = False) -> Job:
@@ -71,7 +71,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
         hint = "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote"
         raise UserError(f"{recipe_file}: data.dir is not set", hint)
     corpus, tokenizer = Corpus(folders, "train"), open_tokenizer(folders)
-    recipe = recipe.with_epochs(corpus.tokens)
+    recipe = recipe.with_epochs(corpus.tokens, corpus.documents)
     valid = Corpus(folders, "valid") if "valid" in corpus.splits else None
     if verify:
         corpus.verify()
@@ -80,7 +80,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
     if recipe.model.vocab_size is not None and recipe.model.vocab_size < tokenizer.size:
         raise UserError(
             f"model.vocab_size: {recipe.model.vocab_size} (expected at least the tokenizer's {tokenizer.size})",
-            "leave it null, or tokenize with a smaller --vocab-size",
+            "leave it null, or tokenize with a smaller --vocab-size, or with the model's own --tokenizer",
         )
     check_ranks(recipe, ranks, recipe_file)
     job = Job(recipe, corpus, tokenizer)
@@ -88,7 +88,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
     if job.epochs > MANY_EPOCHS:
         reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
         warnings.append(f"{corpus.name}: train has {corpus.tokens:,} tokens: {reading}")
-    warnings += no_validation_warning(job)
+    warnings += no_validation_warning(job) + cut_documents_warning(job)
     if recipe.parallel.shard and ranks == 1:
         warnings.append("parallel.shard: without effect in one process")
     background = None
@@ -106,6 +106,16 @@ def hashes_of(job: Job) -> dict[str, str]:
     if job.background is not None:
         found["background"] = job.background.digest
     return found | {ids: ids_sha256(ids_V) for ids, ids_V in job.token_ids.items()}
+
+
+def cut_documents_warning(job: Job) -> list[str]:
+    """A warning where documents are longer than the sequences that have one each."""
+    if job.recipe.data.pack:
+        return []
+    context, corpus = job.recipe.model.context, job.corpus
+    longer = int((np.diff(corpus.boundaries(0, corpus.documents)) > context).sum())
+    cut = f"{corpus.name}: {longer:,} of {corpus.documents:,} documents are longer than the context of {context:,}"
+    return [f"{cut}: only their ends are read"] if longer else []
 
 
 def no_validation_warning(job: Job) -> list[str]:

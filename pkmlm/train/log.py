@@ -55,8 +55,8 @@ class TrainingLog:
         self.folder, self.name, self.steps, self.settings, self.quiet = folder, name, steps, settings, quiet
         self.monitor = monitor
         self.console = Console(file=sys.stderr, markup=False, emoji=False, highlight=False)  # text as it is
-        self.console.soft_wrap = not self.console.is_terminal  # a terminal would break a long line within a word
-        self.live = self.console.is_terminal and not quiet
+        self.console.soft_wrap = not self.console.is_interactive  # a terminal would break a long line within a word
+        self.live = self.console.is_interactive and not quiet
         self.start = max(RunDirectory(folder).steps(), default=0)
         self.began, self.taken = (0.0, 0), 0
 

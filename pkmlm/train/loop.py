@@ -18,7 +18,7 @@ from pkmlm.signals import StopRequest
 from pkmlm.train.job import Job, hashes_of
 from pkmlm.train.log import RunLog
 from pkmlm.train.loss_scale import LossScale
-from pkmlm.train.step import TrainState, diverged, train_step
+from pkmlm.train.step import QueuedStep, TrainState, diverged, queue_step
 from pkmlm.train.validation import recalibrate
 
 Validate = Callable[[StopRequest], dict[str, Any] | None]
@@ -39,6 +39,24 @@ class Outcome:
     step: int
     exit_code: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Unlogged:
+    """A step that is queued, but not logged.
+
+    Attributes:
+        began: when it was queued, by the monotonic clock.
+        tokens: scored so far, with it.
+        sent: bytes that this rank has sent for it.
+        line: what the progress line says besides.
+    """
+
+    taken: QueuedStep
+    began: float
+    tokens: int
+    sent: float
+    line: str
 
 
 class Training:
@@ -70,6 +88,8 @@ class Training:
     ):
         self.run, self.state, self.validate, self.log, self.stop = run, state, validate, log, stop
         self.recipe, self.world = state.recipe, state.process_groups.world
+        self.unlogged: Unlogged | None = None
+        self.ended = 0.0  # when the last step that is logged was done
         self.calibrated = 0  # the step at which running statistics were last recalibrated
         self.saver = Saver(run, job.recipe, state.process_groups, log.say, lambda step: log.event("save", step))
         self.drift = Drift(run.path / USAGE, self.recipe, state.model, self.world)
@@ -113,38 +133,66 @@ class Training:
                 self._save()
                 return self._outcome("patience")
             self._train_step()
-            self.drift.record(self.state.progress.step, self.log.event)
+            self.drift.record(self.state.progress.step, self._event)
 
     def _train_step(self) -> None:
-        """Take the next step and log it: one "train" event, and the line that people see."""
+        """Take the next step, and log it. A GPU takes it while the host goes on: there, the step before is logged. Its
+        numbers have come by then, and the GPU has work to do while they are written.
+        """
         state, progress = self.state, self.state.progress
         began, sent_before = time.monotonic(), self.world.comm_stats.sent
         with self.drift:
-            result = train_step(state, progress.step + 1)
-        seconds = time.monotonic() - began
+            taken = queue_step(state, progress.step + 1)
+        if not state.waits:
+            self._log_step()
         progress.step += 1
         progress.tokens += state.batches.scored(progress.step)
+        sent = self.world.comm_stats.sent - sent_before
+        self.unlogged = Unlogged(taken, began, progress.tokens, sent, self.drift.after_step())
+        if state.waits:
+            self._log_step()
+
+    def _log_step(self) -> None:
+        """Log the step that is queued, if there is one, when it is done: one "train" event, and the line that people
+        see.
+
+        Raises:
+            UserError: training diverged in it (exit code 3).
+        """
+        if self.unlogged is None:
+            return
+        state, progress, logged = self.state, self.state.progress, self.unlogged
+        self.unlogged = None
+        result, step = logged.taken.result(), logged.taken.step
+        now = time.monotonic()
+        seconds = now - max(logged.began, self.ended)
+        self.ended = now
         progress.seconds += seconds
         tokens_per_second = self.recipe.train.batch_tokens / seconds
         counts_bytes = self.world.size > 1 and not self.recipe.parallel.shard  # FSDP2 does not say what it sends
         first, *others = state.param_groups
-        rates = {f"lr_{group.name}": group.schedule.lr_at(progress.step) for group in others}
+        rates = {f"lr_{group.name}": group.schedule.lr_at(step) for group in others}
         norms = {("grad_norm" if name == first.name else f"grad_norm_{name}"): x for name, x in result.norms.items()}
         self.log.event(
             "train",
-            progress.step,
+            step,
             loss=finite_or_none(result.loss),
-            lr=first.schedule.lr_at(progress.step),
+            lr=first.schedule.lr_at(step),
             **rates,
-            tokens=progress.tokens,
+            tokens=logged.tokens,
             tokens_per_second=round(tokens_per_second, 1),
             **{name: finite_or_none(norm) for name, norm in norms.items()},
-            **({"bytes_sent": round(self.world.comm_stats.sent - sent_before)} if counts_bytes else {}),
+            **({"bytes_sent": round(logged.sent)} if counts_bytes else {}),
             **({"skipped": True} if result.skipped else {}),
         )
         if result.skipped and state.loss_scale:
-            self.log.say(f"step {progress.step}: fp16 overflow, skipped; loss scale now {state.loss_scale.scale:g}")
-        self.log.progressed(progress.step, result.loss, tokens_per_second, self.drift.after_step())
+            self.log.say(f"step {step}: fp16 overflow, skipped; loss scale now {state.loss_scale.scale:g}")
+        self.log.progressed(step, result.loss, tokens_per_second, logged.line)
+
+    def _event(self, event: str, step: int, **numbers: Any) -> None:
+        """Log what follows the last step, which is logged before."""
+        self._log_step()
+        self.log.event(event, step, **numbers)
 
     def _validation_is_due(self) -> bool:
         """Whether this step asks for a validation that it has not had."""
@@ -157,6 +205,7 @@ class Training:
         stop request has cut short.
         """
         assert self.validate is not None
+        self._log_step()
         step, history = self.state.progress.step, self.history
         try:
             with self.log.doing("validating"):
@@ -179,6 +228,7 @@ class Training:
         point at it, and delete those that need not be kept.
         """
         run, state, progress, history = self.run, self.state, self.state.progress, self.history
+        self._log_step()  # if training has diverged, nothing more is saved
         self.saver.wait()
         if self.world.broadcast(run.checkpoint(progress.step).exists()):
             with self.world.collective_errors():

@@ -1,40 +1,62 @@
-"""Muon in fp32, for CPUs that cannot multiply in bf16.
+"""Muon in bf16 or fp32, with steps that the device can skip.
 
 `torch.optim.Muon` orthogonalises in bf16. A CPU without instructions for it takes 20 to 40 times as long for such a
-product as for one in fp32: at width 128, a whole step of training took four times as long.
+product as for one in fp32: at width 128, a whole step of training took four times as long. Nor does it know
+`found_inf`, as torch's fused Adam does: whether there is a step would have to be known to the host.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from pkmlm.memory.row_adam import found_inf
 
 
-class Fp32Muon(torch.optim.Muon):
+class Muon(torch.optim.Muon):
     """`torch.optim.Muon` with `adjust_lr_fn="original"` and Nesterov's momentum (the arguments, the state and the
-    equations are torch's), whose products are those of its parameters' dtype.
+    equations are torch's), whose step changes nothing if its attribute `found_inf` (0-d) is above 0.
+
+    Args:
+        parameters, settings: as torch's.
+        dtype: of the products: bf16, which gives torch's bits, or None, that of each parameter.
     """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, dtype: torch.dtype | None, **settings: Any):
+        super().__init__(parameters, adjust_lr_fn="original", **settings)
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        skip = found_inf(self)
+        share = None if skip is None else (skip == 0).float()  # of the update that is taken
         for group in self.param_groups:
+            decay = group["lr"] * group["weight_decay"]
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if (grad := parameter.grad) is None:
                     continue
                 state: dict[str, Any] = self.state[parameter]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
-                momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+                momentum = state["momentum_buffer"]
+                if skip is not None:  # which then stays what it is
+                    grad = torch.where(skip > 0, momentum, grad)
+                momentum.lerp_(grad, 1 - group["momentum"])
                 update = orthogonal(
-                    parameter.grad.lerp(momentum, group["momentum"]),
+                    grad.lerp(momentum, group["momentum"]).to(self.dtype or parameter.dtype),
                     group["ns_coefficients"],
                     group["ns_steps"],
                     group["eps"],
                 )
                 rows, columns = parameter.shape
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
+                rate = group["lr"] * math.sqrt(max(1, rows / columns))
+                parameter.mul_(1 - decay if share is None else 1 - decay * share)
+                if share is None:
+                    parameter.add_(update, alpha=-rate)
+                else:
+                    parameter.addcmul_(update.to(parameter.dtype), share, value=-rate)
 
 
 def orthogonal(matrix_OI: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -13,10 +13,10 @@ from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.memory.base import memories
 from pkmlm.memory.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
 from pkmlm.memory.table import Values, tables_of
-from pkmlm.model.transformer import matrices_of
+from pkmlm.model.transformer import matrices_of, trained_names
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.lr_schedule import LrSchedule
-from pkmlm.train.muon import Fp32Muon
+from pkmlm.train.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -52,50 +52,71 @@ class ParameterGroup:
         device = next(iter(self.parameters.values())).device
         return sum((norm.double().square().sum() for norm in norms), torch.zeros((), device=device).double())
 
-    def scale_gradient(self, factor: float) -> None:
+    def scale_gradient(self, factor: float | Tensor) -> None:
+        """Multiply the gradient by a number, perhaps one that the device alone knows (0-d)."""
         grads = [local_part(p.grad) for p in self.parameters.values() if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
+        if grads:  # in their dtype: the factor of another one would be multiplied with each gradient by itself
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype) if isinstance(factor, Tensor) else factor)
         for gradient in self.row_gradients:
             gradient.scale *= factor
 
-    def step(self, step: int) -> None:
-        """Take one optimizer step at the learning rate of `step`."""
+    def clip_gradient(self, norm: Tensor) -> None:
+        """Scale the gradient to the norm `clip` if it is larger.
+
+        Args:
+            norm: that of all ranks' gradients, 0-d, float64.
+        """
+        if not self.clip:
+            return
+        factor = (self.clip / norm).clamp(max=1.0)
+        if factor.device.type != "cpu":  # the host does not wait to know it
+            self.scale_gradient(factor)
+        elif factor < 1:
+            self.scale_gradient(float(factor))
+
+    def step(self, step: int, skip: Tensor | None = None) -> None:
+        """Take one optimizer step at the learning rate of `step`.
+
+        Args:
+            skip: 0-d, fp32; above 0, the step changes nothing. None: it is wanted.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr_at(step) * group.get("lr_scale", 1.0)
+        if skip is not None:
+            self.optimizer.found_inf = skip  # type: ignore[attr-defined]
         self.optimizer.step()
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
     """The groups of a model: its dense parameters, those of them that Muon trains, then the tables of each memory.
-    `train.only: values` leaves out the dense parameters, and freezes them.
+    What `train.only` leaves out is frozen.
     """
     optim, steps, tables = recipe.optim, recipe.train.steps, tables_of(model)
     dense = LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, steps, optim.final_lr, optim.decay_steps)
-    groups = []
-    rest = {name: parameter for name, parameter in model.named_parameters() if name not in tables}
-    if recipe.train.only == "all":
-        names = matrices_of(model) if optim.matrices == "muon" else []
+    groups, moving = [], trained_names(model, recipe.train.only)
+    for name, parameter in model.named_parameters():
+        if name not in moving:
+            parameter.requires_grad_(False)
+    rest = {name: parameter for name, parameter in model.named_parameters() if name in moving and name not in tables}
+    if rest:
+        names = [name for name in matrices_of(model) if name in moving] if optim.matrices == "muon" else []
         if names:  # where hash tables take the place of all maps, there is none
             matrices = {name: rest.pop(name) for name in names}
             on_cpu = next(iter(matrices.values())).device.type == "cpu"
             in_bf16 = not on_cpu or is_native_on_cpu("bf16")
-            muon = (torch.optim.Muon if in_bf16 else Fp32Muon)(
+            muon = Muon(
                 matrices.values(),
-                optim.muon.lr,
-                optim.muon.weight_decay,
-                optim.muon.momentum,
-                adjust_lr_fn="original",
+                lr=optim.muon.lr,
+                weight_decay=optim.muon.weight_decay,
+                momentum=optim.muon.momentum,
+                dtype=torch.bfloat16 if in_bf16 else None,
             )
             groups.append(ParameterGroup("muon", matrices, [], muon, replace(dense, peak=optim.muon.lr), optim.clip))
         groups.insert(0, _dense_group(model, rest, recipe, dense))
-    else:
-        for parameter in rest.values():
-            parameter.requires_grad_(False)
     read_by: dict[str, set[Values]] = {name: set() for name in recipe.model.memories}
     for memory in memories(model):
         read_by[memory.tap.name].update(memory.read_tables())
-    for name, spec in recipe.model.memories.items():
+    for name, spec in recipe.model.memories.items() if moving & tables.keys() else ():
         learns: Any = optim.filled(spec)
         schedule = replace(dense, times=learns.times)
         if learns.schedule != "relative":

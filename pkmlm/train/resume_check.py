@@ -1,29 +1,50 @@
 """Whether a run that exists may be resumed, and what has changed since it last trained."""
 
+from collections.abc import Collection
 from typing import Any
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Recipe, differences
-from pkmlm.runs.directory import RunDirectory
+from pkmlm.recipe.schema import Recipe, differences, flatten
+from pkmlm.runs.directory import IMPORTED, RunDirectory
 from pkmlm.runs.record import read_progress
 from pkmlm.train.job import Job, hashes_of
 
+INIT_FROM = "train.init_from"
 # The keys, or beginnings of keys, that may change when a run is resumed. Changes of CHANGES_NUMBERS are reported: later
 # numbers are not those of an uninterrupted run.
 CHANGES_NUMBERS = (
-    *("train.steps", "train.epochs", "optim.decay_steps", "train.micro_batch", "train.recompute", "train.init_from"),
+    *("train.steps", "train.epochs", "optim.decay_steps", "train.micro_batch", "train.recompute", INIT_FROM),
     *("parallel.", "eval.tokens", "eval.recalibrate"),
 )
 LENGTH = ("train.steps", "train.epochs")
 # For data.dir and the background, the content is compared instead.
 CHANGES_NO_NUMBERS = ("name", "data.dir", "finetune.background", "eval.", "checkpoint.", "log.")
+CHOOSES_OPTIMIZER = ("optimizer", "matrices")  # by which its state differs
+
+
+def changes_rates(key: str) -> bool:
+    """Whether a key says how fast parameters learn, so that `--allow-change` may let it change: what the checkpoint
+    holds keeps its meaning.
+    """
+    return ".optim." in f".{key}" and key.rpartition(".")[2] not in CHOOSES_OPTIMIZER
+
+
+def check_allowed(recipe: Recipe, allowed: Collection[str]) -> None:
+    """Refuse keys of `--allow-change` that the recipe does not have, or that may not change in any run."""
+    for key in allowed:
+        if not changes_rates(key) or key not in flatten(recipe):
+            found = f"--allow-change: found {key} (expected a key of this recipe that says how its parameters learn)"
+            raise UserError(found, "for example --allow-change optim.lr; `pkmlm recipe show` lists the recipe's keys")
 
 
 def refuse_output(run: RunDirectory, resume: str) -> None:
     """Refuse a run directory that does not fit `--resume`, has lost its checkpoints, or holds files that no run wrote.
     It need not exist.
     """
+    if run.facts().get("status") == IMPORTED:
+        message = f"-o {run.path} is a pretrained model that was imported, which stays as it is"
+        raise UserError(message, f"choose another -o, and add -s train.init_from={run.path}")
     if resume == "must" and not run.steps():
         raise UserError(f"--resume must: run {run.path} has no checkpoint to resume", "use --resume auto to start it")
     if resume == "never" and run.steps():
@@ -34,13 +55,19 @@ def refuse_output(run: RunDirectory, resume: str) -> None:
     run.refuse_foreign()
 
 
-def refuse_changed_recipe(run: RunDirectory, recipe: Recipe) -> None:
-    """Refuse to resume with another recipe than the latest checkpoint's, except for the keys that may change."""
+def refuse_changed_recipe(run: RunDirectory, recipe: Recipe, allowed: Collection[str] = ()) -> None:
+    """Refuse to resume with another recipe than the latest checkpoint's, except for the keys that may change, and for
+    those that the user allows to.
+    """
     may_change = CHANGES_NUMBERS + CHANGES_NO_NUMBERS
-    changed = [text for key, text in changed_keys(run.recipe(), recipe).items() if not key.startswith(may_change)]
-    if changed:
-        message = f"run {run.path} was started with another recipe: {', '.join(changed)}"
-        raise UserError(message, "train it under another -o")
+    changed = changed_keys(run.recipe(), recipe)
+    refused = {key: text for key, text in changed.items() if key not in allowed and not key.startswith(may_change)}
+    if refused:
+        message = f"run {run.path} was started with another recipe: {', '.join(refused.values())}"
+        hint = "train it under another -o"
+        if all(map(changes_rates, refused)):
+            hint += f", or go on with it so: --allow-change {' --allow-change '.join(refused)}"
+        raise UserError(message, hint)
 
 
 def refuse_other_data(run: RunDirectory, job: Job) -> None:
@@ -92,16 +119,24 @@ def change_warnings(
             changed.append(change(name, before[name], now[name]))
     if before.get("source_sha256") not in (None, now["source_sha256"]):
         changed.append("the code of pkmlm has changed")
-    schedules = {group.schedule for group in recipe.optim_groups.values()}
-    rate_depends_on_steps = bool(schedules & {"cosine", "linear", "relative"} or recipe.optim.decay_steps)
-    for key, text in changed_keys(recipe_before, recipe).items():
-        if key == "train.init_from":
-            changed.append(f"{text} (ignored: the run has a checkpoint of its own)")
-        elif key.startswith(CHANGES_NUMBERS) and (rate_depends_on_steps or key not in LENGTH):
-            changed.append(text)
+    changed += changes_of_numbers(recipe_before, recipe)
+    if text := changed_keys(recipe_before, recipe).get(INIT_FROM):
+        changed.append(f"{text} (ignored: the run has a checkpoint of its own)")
     if not changed:
         return []
     return [f"resumed with changes, so numbers may differ from an uninterrupted run: {', '.join(changed)}"]
+
+
+def changes_of_numbers(before: Recipe, now: Recipe) -> list[str]:
+    """How a resumed run's recipe has changed so that its numbers change from here on."""
+    schedules = {group.schedule for group in now.optim_groups.values()}
+    rate_depends_on_steps = bool(schedules & {"cosine", "linear", "relative"} or now.optim.decay_steps)
+    without = {INIT_FROM, *(() if rate_depends_on_steps else LENGTH)}
+    return [
+        text
+        for key, text in changed_keys(before, now).items()
+        if key not in without and (key.startswith(CHANGES_NUMBERS) or not key.startswith(CHANGES_NO_NUMBERS))
+    ]
 
 
 def lost_metrics_warning(run: RunDirectory) -> list[str]:

@@ -1,7 +1,7 @@
 """The life of a run: check, lock, fall back, begin, restore, train, end."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 
@@ -28,6 +28,7 @@ from pkmlm.train.out_of_memory import out_of_memory_error, too_large_warning
 from pkmlm.train.provenance import provenance
 from pkmlm.train.resume_check import (
     change_warnings,
+    check_allowed,
     is_complete,
     lost_metrics_warning,
     refuse_changed_recipe,
@@ -39,11 +40,20 @@ from pkmlm.train.step import TrainState
 from pkmlm.train.validation import validator
 
 
-def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: bool = False) -> int:
+def train(
+    job: Job,
+    output: str,
+    world: World,
+    *,
+    resume: str = "auto",
+    allowed: Collection[str] = (),
+    quiet: bool = False,
+) -> int:
     """Train a job in the run directory `output`, from its latest intact checkpoint if it has one; all ranks call this.
 
     Args:
         resume: "auto", "must" (there must be a checkpoint) or "never" (there must be none).
+        allowed: keys of the recipe that may have changed since the checkpoint, besides those that always may.
         quiet: write nothing but warnings to standard error.
 
     Returns:
@@ -61,6 +71,7 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
         with world.collective_errors():
             settings = device_settings(job.recipe)
             if lead:
+                check_allowed(job.recipe, allowed)
                 refuse_output(run, resume)  # before anything is written, not even a folder
                 if not run.steps():
                     start, warnings = check_init_from(job)
@@ -68,7 +79,7 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
                 held.enter_context(run.locked())
                 if run.steps():
                     warnings += quarantine_damaged_checkpoints(run)
-                    refuse_changed_recipe(run, job.recipe)
+                    refuse_changed_recipe(run, job.recipe, allowed)
                     refuse_other_data(run, job)
                 complete = is_complete(run, job.recipe)
         if world.broadcast(complete):

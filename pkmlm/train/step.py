@@ -3,15 +3,16 @@ update of every group.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pkmlm.data.batches import Batches
-from pkmlm.device import autocast, to_device
-from pkmlm.distributed import ProcessGroups
+from pkmlm.device import autocast, to_device, to_host
+from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
 from pkmlm.measure.background import Background
 from pkmlm.memory.query import QueryBatchNorm
@@ -52,6 +53,9 @@ class TrainState:
         slot_choice: which slots a step moves; None: all that it reads.
         data_parallel: what to call instead of `model.loss` where several ranks train; None: there is nothing to sum.
         loss_scale: the factor of the loss in fp16; None: in another precision, where there is none.
+        waits: whether the host learns of a gradient that is not finite before it updates. On a GPU it does not wait to
+            know, except in fp16, where the next loss depends on it, and where dense parameters are divided (FSDP2).
+        stopped: 0-d, on the device: 1 once a gradient was not finite, without `waits`; then no update changes anything.
         progress: steps, tokens, seconds, and fp16 steps skipped in a row.
     """
 
@@ -68,6 +72,8 @@ class TrainState:
         self.process_groups = process_groups or ProcessGroups()
         self.device = next(model.parameters()).device
         self.loss_scale = LossScale() if precision == "fp16" else None
+        self.waits = self.device.type == "cpu" or precision == "fp16" or recipe.parallel.shard
+        self.stopped = torch.zeros((), device=self.device)
         self.progress = Progress()
         if recipe.parallel.shard and self.process_groups.world.size > 1:
             shard_dense_parameters(model, self.process_groups.world.size)
@@ -101,8 +107,42 @@ class StepResult:
     skipped: bool
 
 
+@dataclass(frozen=True)
+class QueuedStep:
+    """A step that the host has queued; a GPU may not have taken it yet.
+
+    Attributes:
+        step: its number.
+        groups: the names of the parameter groups.
+        numbers: waits for the loss and the groups' norms (float64).
+        world: the ranks that take it.
+        skipped: as in `StepResult`.
+    """
+
+    step: int
+    groups: list[str]
+    numbers: Callable[[], Tensor]
+    world: World
+    skipped: bool = False
+
+    def result(self) -> StepResult:
+        """Wait until the step is taken.
+
+        Returns:
+            loss and gradient norms of the global batch: the same numbers on all ranks.
+
+        Raises:
+            UserError: as `train_step`.
+        """
+        loss, *norms = self.numbers().tolist()
+        result = StepResult(loss, dict(zip(self.groups, norms, strict=True)), self.skipped)
+        if not self.skipped and not all(map(math.isfinite, (loss, *norms))):
+            raise self.world.on_rank_zero(diverged(self.step, _what_is_not_finite(result)))
+        return result
+
+
 def train_step(state: TrainState, step: int) -> StepResult:
-    """Take one optimizer step; all ranks call it together.
+    """Take one optimizer step, and wait for it; all ranks call it together.
 
     Args:
         step: its number, from 1; everything random in it follows from the recipe's seed, this number and the rank.
@@ -114,16 +154,29 @@ def train_step(state: TrainState, step: int) -> StepResult:
         UserError: (exit code 3) the loss or a gradient is not finite, and no smaller loss scale can help; the
             parameters are those of the step before.
     """
+    return queue_step(state, step).result()
+
+
+def queue_step(state: TrainState, step: int) -> QueuedStep:
+    """As `train_step`, but without waiting for a GPU, unless `state.waits`.
+
+    Without a wait, nobody knows yet whether loss and gradients are finite. The device does when it updates: if they are
+    not, this update and all that follow leave parameters, moments and statistics as they are, to the bit. That training
+    has diverged is known when the result is asked for.
+    """
     world, loss_scale = state.process_groups.world, state.loss_scale
     world.comm_stats.step = step
     place = (step, world.rank) if world.rank else (step,)
     torch.manual_seed(derived_seed(state.recipe.train.seed, "dropout", *place))
     state.model.train()
-    if state.recipe.train.only == "values":  # a batch norm in training would move its statistics
+    if state.recipe.train.only in ("values", "gates"):  # a batch norm in training would move its statistics
         for module in state.model.modules():
             if isinstance(module, QueryBatchNorm):
                 module.eval()
-    buffers_before = [buffer.clone() for buffer in state.model.buffers()] if loss_scale else []
+    buffers: list[Tensor] = []
+    if loss_scale or not state.waits:
+        buffers = [buffer for buffer in state.model.buffers() if buffer.is_floating_point()]
+    buffers_before = [buffer.clone() for buffer in buffers]
 
     choice = state.slot_choice
     with nullcontext() if choice is None else choice.counters:
@@ -136,29 +189,40 @@ def train_step(state: TrainState, step: int) -> StepResult:
     if loss_scale:
         for group in state.param_groups:
             group.scale_gradient(1 / loss_scale.scale)
-    loss, norms = _loss_and_norms(state, loss_share)
+    for group in state.param_groups:
+        for gradient in group.row_gradients:
+            gradient.keep_sums()
+    numbers = _loss_and_norms(state, loss_share)
+    taken = QueuedStep(step, [group.name for group in state.param_groups], to_host(numbers), world)
 
-    finite = all(math.isfinite(value) for value in (loss, *norms.values()))
+    finite, skip = True, None
+    if state.waits:
+        finite = bool(taken.numbers().isfinite().all())
+    else:
+        skip = state.stopped.logical_or_(~numbers.isfinite().all())
     if finite:
-        for group in state.param_groups:
-            if group.clip and norms[group.name] > group.clip:
-                group.scale_gradient(group.clip / norms[group.name])
-            group.step(step)
+        for group, norm in zip(state.param_groups, numbers[1:], strict=True):
+            group.clip_gradient(norm)
+            group.step(step, skip)
         state.progress.skips = 0
     elif loss_scale:  # a skipped step leaves no trace
-        for buffer, value in zip(state.model.buffers(), buffers_before, strict=True):
-            buffer.copy_(value)
+        taken = replace(taken, skipped=True)
         state.progress.skips += 1
         if loss_scale.scale <= FLOOR or state.progress.skips >= MOST_SKIPS:
             after = f" after {state.progress.skips} skipped steps in a row, at a loss scale of {loss_scale.scale:g}"
-            raise world.on_rank_zero(diverged(step, _what_is_not_finite(loss, norms, after)))
+            raise world.on_rank_zero(diverged(step, _what_is_not_finite(taken.result(), after)))
     else:
-        raise world.on_rank_zero(diverged(step, _what_is_not_finite(loss, norms)))
+        taken.result()
+    for buffer, before in zip(buffers, buffers_before, strict=True):
+        if skip is not None:
+            buffer.copy_(torch.where(skip > 0, before, buffer))
+        elif not finite:
+            buffer.copy_(before)
     if loss_scale:
         loss_scale.update(overflow=not finite)
     for group in state.param_groups:
         group.optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, norms, skipped=not finite)
+    return taken
 
 
 def _accumulate_gradients(state: TrainState, step: int) -> Tensor:
@@ -178,24 +242,23 @@ def _accumulate_gradients(state: TrainState, step: int) -> Tensor:
         last = index == count - 1
         with nullcontext() if last or state.data_parallel is None else state.data_parallel.no_sync():
             with autocast(state.device, state.precision):
-                loss = compute_loss(tokens_BT, targets_BT, loss_scale / scored)
+                loss = compute_loss(tokens_BT, targets_BT, loss_scale / max(1, scored))
             loss.backward()
         total = total + loss.detach() / loss_scale
     return total
 
 
-def _loss_and_norms(state: TrainState, loss_share: Tensor) -> tuple[float, dict[str, float]]:
-    """Loss and gradient norms of the global batch: the same numbers on all ranks, and so the same verdict."""
+def _loss_and_norms(state: TrainState, loss_share: Tensor) -> Tensor:
+    """Loss and gradient norms of the global batch, float64: the same on all ranks, and so the same verdict."""
     shares = [loss_share.double(), *(group.own_square(state.process_groups) for group in state.param_groups)]
     total = state.process_groups.world.all_sum(torch.stack(shares))
-    loss, *norms = torch.cat([total[:1], total[1:].sqrt()]).tolist()
-    return loss, dict(zip((group.name for group in state.param_groups), norms, strict=True))
+    return torch.cat([total[:1], total[1:].sqrt()])
 
 
-def _what_is_not_finite(loss: float, norms: dict[str, float], after: str = "") -> str:
-    bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+def _what_is_not_finite(result: StepResult, after: str = "") -> str:
+    bad = [name for name, norm in result.norms.items() if not math.isfinite(norm)]
     where = f", gradient norm of {' and '.join(bad)} not finite" if bad else ""
-    return f"loss {loss:g}{where}{after}; nothing was updated"
+    return f"loss {result.loss:g}{where}{after}; nothing was updated"
 
 
 def diverged(step: int, what: str) -> UserError:

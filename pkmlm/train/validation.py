@@ -49,7 +49,7 @@ def validator(
             result = score(
                 model,
                 documents,
-                tokenizer.eos,
+                tokenizer.begin,
                 batch=recipe.train.micro_batch,
                 watch=counters.only,
                 advance=(lambda tokens: stop.agreed() is None) if alone else None,
@@ -58,7 +58,7 @@ def validator(
         if result is None:
             return None
         if (prompt := recipe.eval.sample) is not None:  # the same draws each time
-            ids = [tokenizer.eos, *tokenizer.encode(prompt)]
+            ids = [tokenizer.begin, *tokenizer.encode(prompt)]
             drawn = generate(model, ids, Sampling(temperature=0.8, top_p=0.95), SAMPLE_TOKENS, tokenizer.size)
             say(f"sample: {prompt}{''.join(stream_text(tokenizer, ids, drawn))}")
         return {

@@ -29,6 +29,7 @@ from pkmlm.console import Column, Table, number
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.environment import child_command
 from pkmlm.evaluate.documents import documents_of_split, open_split
 from pkmlm.evaluate.perplexity import score
 from pkmlm.files import make_folder, write_json, write_text
@@ -41,7 +42,7 @@ MEMORY = {"kind": "product-key", "num_keys": 128, "heads": 4, "topk": 8, "key_di
 def command(*words):
     """Run a command of pkmlm."""
     print("pkmlm", *words, file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "pkmlm", *map(str, words)], check=True)
+    subprocess.run(child_command(list(map(str, words))), check=True)
 
 
 def make_base(folder, steps):
@@ -109,7 +110,7 @@ class Student:
             schedule.step()
         found = {"what": self.kind, "seed": self.seed, "lr": lr, "tokens": steps * self.sequences * self.hosted.context}
         found |= {f"{split}_perplexity": self.perplexity(split) for split in ("valid", "test")}
-        found["gates"] = [place.gate.item() for place in self.attached.module.places.values()]
+        found["gates"] = [place.gate.factor_1.item() for place in self.attached.module.places.values()]
         print(json.dumps(found), file=sys.stderr, flush=True)
         return found
 

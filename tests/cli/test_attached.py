@@ -19,10 +19,12 @@ MEMORY = {"kind": "product-key", "num_keys": 16, "heads": 2, "topk": 4, "key_dim
 
 
 @pytest.fixture(scope="module")
-def base(trained, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base") / "exported"
-    pkmlm("export", trained("dense"), "-o", folder)
-    return folder
+def base(write_recipe, tmp_path_factory):
+    """An export with our code, which a dense model has if transformers knows no such block."""
+    folder = tmp_path_factory.mktemp("base")
+    pkmlm("train", write_recipe(folder, "dense"), "-o", folder / "run", "-s", "model.smear=true", "-q")
+    pkmlm("export", folder / "run", "-o", folder / "exported")
+    return folder / "exported"
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +174,7 @@ def test_a_wrong_base_is_refused(base, attached, trained, tmp_path, novels):
     assert "is for an attached memory" in pkmlm("eval", base, "--base", base, *text, code=2).stderr
     assert "not a model's folder" in pkmlm("eval", attached / "new", "--base", tmp_path, *text, code=2).stderr
     broken = tmp_path / "broken"
-    for change in ({"vocab_size": 32}, {"dim": "wide"}, None):
+    for change in ({"vocab_size": 32}, {"dim": "wide"}, {"layers": 9000}, None):
         shutil.copytree(base, broken)
         (broken / "manifest.json").unlink()
         config = json.loads((broken / "config.json").read_text())

@@ -83,9 +83,14 @@ def test_bench_train_needs_no_data(tmp_path, write_recipe):
     found = json.loads(pkmlm("bench", "train", recipe, *anywhere, "--json").stdout)
     assert [model["kind"] for model in found["models"]] == ["dense", "memory", "double", "hash"]
     for model in found["models"]:
-        assert all(model[phase]["median"] > 0 for phase in ("forward", "step", "token"))
+        assert [(time["what"], time["batch"]) for time in model["times"]] == [
+            ("forward", 4),
+            ("step", 8),
+            ("decode", 1),
+        ]
+        assert all(time["median"] > 0 for time in model["times"])
     assert found["precision"] == "fp32"
     said = pkmlm("bench", "train", recipe, *anywhere, "--only", "hash").stdout
-    assert "token, fp32" in said
+    assert "one token of one sequence, fp32" in said
     assert "One token of one sequence; a copy: " in said
     assert "model.vocab_size" in pkmlm("bench", "train", recipe, "-s", "data.dir=null", code=2).stderr

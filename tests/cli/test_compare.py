@@ -23,7 +23,7 @@ from pkmlm.files import write_json
 from pkmlm.memory.address import entry_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import recipe_sha256
-from pkmlm.report.compare import Group, compare_runs, timed_side_by_side
+from pkmlm.report.compare import Group, comparable_with_dense, compare_runs, timed_side_by_side
 from pkmlm.report.dense_equivalent import dense_equivalents
 from pkmlm.report.equal import at_equal
 from pkmlm.runs.directory import RunDirectory
@@ -72,7 +72,7 @@ def make(
         {"event": "train", "step": step, "loss": 5.0, "tokens": 64 * step, "tokens_per_second": speed}
         for step, speed in ((1, 1.0), (2, 300.0), (200, 200.0))
     ]
-    for step, loss in ((50, 4.0), (100, 3.0), (150, float("nan")), (200, 3.5)):
+    for step, loss in ((50, 4.0), (100, 3.0), (150, None), (200, 3.5)):
         events.append({"event": "valid", "step": step, "loss": loss, "token_ppl": 20.0, "bits_per_byte": 2.0})
     lines = "".join(json.dumps(event) + "\n" for event in events)
     run.metrics_file.write_text(lines + '{"event": "valid", "step": 210, "loss": 0.')
@@ -446,7 +446,7 @@ def test_plots(run: Path, tmp_path: Path) -> None:
     pkmlm("compare", run, "--plots", tmp_path / "paper", *paper, "--over", "tokens")
     assert {path.suffix for path in (tmp_path / "paper").iterdir()} == {".pdf", ".svg"}
     assert "--plots" in pkmlm("compare", run, *paper, code=2).stderr, "nothing would be drawn"
-    for wrong in ("--plot-format=png,jpeg", "--plot-width=0", "--plot-width=nan", "--over=tokens,epochs"):
+    for wrong in ("--plot-format=png,jpeg", "--plot-width=0", "--over=tokens,epochs"):
         pkmlm("compare", run, "--plots", tmp_path / "wrong", wrong, code=2)
     assert str(tmp_path / "p") in pkmlm("compare", run, "--plots", tmp_path / "p", code=2).stderr
     other = make(tmp_path / "other", "train.seed=2")
@@ -501,8 +501,10 @@ def test_only_what_was_validated_on_the_same_tokens_is_ahead_of_the_dense_model(
         "tokens": make(tmp_path / "tokens", data={"tokenizer": "d", "valid": "d"}),
     }
     comparison = compare_runs([str(run), *map(str, folders.values())])
-    assert comparison.comparable_with_dense() == ("dense", ["mine", "dense", "like"])
-    assert compare_runs([str(run)]).comparable_with_dense() == (None, [])
+    dense, comparable = comparable_with_dense(comparison.groups)
+    assert dense is not None
+    assert (dense.name, [group.name for group in comparable]) == ("dense", ["mine", "dense", "like"])
+    assert comparable_with_dense(compare_runs([str(run)]).groups) == (None, [])
     for other, by_token in (("like", True), ("tokens", False)):
         shown = pkmlm("compare", folders["dense"], folders[other], "--format", "md", "--over", "tokens").stdout
         assert [column in shown for column in ("Valid (nats)", "Valid ppl", "Test ppl")] == [by_token] * 3

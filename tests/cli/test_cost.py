@@ -57,7 +57,7 @@ def test_an_open_vocabulary_is_asked_for(tmp_path: Path) -> None:
 def test_the_vocabulary_of_tokenized_data_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pkmlm.data.corpus import Index
 
-    Index("uint16", 300, 1, "0" * 64, None, {}, {}).write(tmp_path)
+    Index("uint16", 300, 1, 1, "0" * 64, None, {}, {}).write(tmp_path)
     monkeypatch.chdir(tmp_path)
     recipe = tmp_path / "r.yaml"
     recipe.write_text("data: {dir: .}\nmodel: {dim: 64, heads: 4, context: 32}\ntrain: {batch_tokens: 512}\n")

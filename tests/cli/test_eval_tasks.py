@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 from pathlib import Path
 
@@ -48,7 +49,18 @@ def test_every_stock_task_of_the_readme_in_one_command(run, rows):
     assert record["tasks"].keys() == ROWS.keys()
     assert [facts["n"] for facts in record["tasks"].values()] == [len(each) for each in ROWS.values()]
     assert len(samples) == sum(map(len, ROWS.values()))
-    keys = {"n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance", "truncated", "version", "data"}
+    keys = {
+        "n",
+        "acc",
+        "acc_stderr",
+        "acc_norm",
+        "acc_norm_stderr",
+        "chance",
+        "truncated",
+        "spanning",
+        "version",
+        "data",
+    }
     for name, facts in record["tasks"].items():
         assert keys <= facts.keys(), name
         assert (facts["acc"] is None) == (name == "wikitext")
@@ -60,6 +72,7 @@ def test_every_stock_task_of_the_readme_in_one_command(run, rows):
     assert tasks["wsc"]["always"] == {"no": pytest.approx(2 / 3), "yes": pytest.approx(1 / 3)}
     assert tasks["piqa"]["always"] is None
     assert tasks["piqa"]["truncated"] == 1  # 30 ladders do not fit the context of 32
+    assert all(facts["spanning"] == 0 for facts in tasks.values()), "their answers begin with a space"
     assert tasks["piqa"]["acc_stderr"] == pytest.approx(
         math.sqrt(tasks["piqa"]["acc"] * (1 - tasks["piqa"]["acc"]) / (5 - 1))
     )
@@ -232,6 +245,22 @@ def test_a_task_of_ones_own(run, tmp_path):
     record, samples = scored(run, tmp_path, str(tmp_path / "own.yaml"))
     assert record["tasks"]["colours"]["n"] == 2
     assert samples[0]["arguments"][0] == ["Snow is", " white"]
+
+
+def test_answers_that_begin_within_a_token_are_counted_and_told_of(run, tmp_path):
+    tokenizer = load_run(run, "latest").tokenizer
+    whole = next(word for word in ("the", "and", "was", "her", "you") if len(tokenizer.encode(f" {word}")) == 1)
+    rows = [{"thing": f"So {whole[:-1]}", "choices": [whole[-1], "?"]}, {"thing": "So", "choices": [" it", "?"]}]
+    (tmp_path / "joined.jsonl").write_text("".join(json.dumps({**row, "right": 0}) + "\n" for row in rows))
+    own = OWN.replace("colours", "joined").replace("{{thing}} is", "{{thing}}").replace("colour", "right")
+    own = own.replace("[white, black]", '"{{choices}}"') + 'target_delimiter: ""\n'
+    (tmp_path / "own.yaml").write_text(own)
+    record, samples = scored(run, tmp_path, str(tmp_path / "own.yaml"))
+    assert [argument[1] for argument in samples[0]["arguments"]] == rows[0]["choices"]
+    assert (record["tasks"]["joined"]["spanning"], record["tasks"]["joined"]["requests"]) == (1, 4)
+    said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path).stdout
+    assert re.search("joined: .*1 of 4 requests", said)
+    assert all(len(line) <= 80 for line in said.splitlines())
 
 
 def test_a_metric_that_fails_is_told_with_its_task(run, tmp_path):

@@ -140,14 +140,17 @@ def test_a_closed_pipe_is_no_error():
     assert done.returncode == 0
 
 
-def test_a_link_to_the_script_runs_its_checkout(tmp_path):
-    """With a Python that only says where it would look."""
-    (tmp_path / "checkout" / "bin").mkdir(parents=True)
-    script, python = tmp_path / "checkout" / "bin" / "pkmlm", tmp_path / "python3"
-    shutil.copy(ROOT / "bin" / "pkmlm", script)
-    python.write_text('#!/bin/sh\necho "$PYTHONPATH" "$@"\n')
-    python.chmod(0o755)
-    (tmp_path / "link").symlink_to(script)
-    where = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([tmp_path / "link", "--version"], env=where, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"{tmp_path / 'checkout'} -m pkmlm --version\n"
+def test_a_link_to_the_script_runs_its_checkout(tmp_path, foreign_code):
+    """And neither what lies in the working folder nor what PYTHONPATH names."""
+    checkout = tmp_path / "a checkout"
+    for part in ("bin", "pkmlm"):
+        (checkout / part).mkdir(parents=True)
+    shutil.copy(ROOT / "bin" / "pkmlm", checkout / "bin")
+    (checkout / "pkmlm" / "__init__.py").write_text("")
+    (checkout / "pkmlm" / "cli.py").write_text("import random, sys\ndef main(): print(__file__, sys.argv[1:])\n")
+    (tmp_path / "link").symlink_to(checkout / "bin" / "pkmlm")
+    for safe in ({}, {"PYTHONSAFEPATH": "1"}):
+        where = os.environ | {"PYTHONPATH": str(ROOT)} | safe
+        words = [tmp_path / "link", "a b", "--version"]
+        done = subprocess.run(words, cwd=foreign_code, env=where, capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"{checkout / 'pkmlm' / 'cli.py'} ['a b', '--version']\n", done.stderr

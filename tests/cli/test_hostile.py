@@ -213,10 +213,8 @@ def strange(run: Path, name: str, text: str | bytes) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("run.json", '{"status": NaN}', "it holds NaN"),
         ("run.json", "[]", "it is '[]'"),
         ("eval/test-step-8.json", '{"step": 8, "checkpoint": 5}', "checkpoint is '5'"),
-        ("eval/x-step-8.json", '{"tasks": {"piqa": {"acc": 1e999}}}', "it holds 1e999"),
         ("usage/test-step-8.json", '{"step": "x"}', "step is 'x'"),
     ],
 )
@@ -231,9 +229,7 @@ def test_strange_json_in_a_run_is_told_in_one_line(measured, tmp_path, name, tex
 
 def test_strange_events_and_pointers_are_passed_over(begun, copy):
     events = [
-        *('{"event": "valid", "step": 4, "usage": 5}', '{"event": "valid", "step": 4, "usage": [5]}', "[" * 100_000),
-        *('{"event": "drift", "step": 4}', '{"event": "drift", "step": 4, "since": 1, "memories": [5]}'),
-        *('{"event": "train", "step": 4, "tokens": "x"}', '{"event": "train", "step": 4, "loss": 1e999}'),
+        *("[]", "5", '{"event": "valid"}', '{"event": "valid", "step": "4"}', '{"event": "train", "st', "[" * 100_000),
     ]
     before = list(RunDirectory(copy).metrics())
     with open(copy / "metrics.jsonl", "a") as file:

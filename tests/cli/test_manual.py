@@ -12,6 +12,7 @@ import yaml
 
 from pkmlm.cli.help import MANUAL, TOPICS
 from pkmlm.recipe.load import load_recipe
+from tests.byte_level import learn_byte_level
 from tests.conftest import ROOT, pkmlm
 from tests.task_rows import write_rows
 
@@ -36,6 +37,15 @@ def anchors(page: Path) -> list[str]:
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
+def write_llama(folder: Path, text: str) -> None:
+    """A model of transformers as small as the others here, with a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=400, max_position_embeddings=64)).save_pretrained(folder)
+    learn_byte_level(text).save(str(folder / "tokenizer.json"))
+
+
 def run_python(program: str, folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]
@@ -54,6 +64,7 @@ def folder(novels: Path, tmp_path_factory: pytest.TempPathFactory):
     text = (folder / "my.txt").read_text()
     (folder / "my.txt").write_text("\n\n\n".join(text[at : at + 1000] for at in range(0, len(text), 1000)))
     write_rows(folder / "tasks")
+    write_llama(folder / "smol", text)
     (grid,) = (block for block in blocks(README, "yaml") if "axes:" in block)
     few = {"seeds": [1], "tune": {"key": "optim.lr", "values": [6e-3]}, "only": {"model": ["product-key"]}, "equal": []}
     few |= {"measure": ["valid_loss"], "claims": []}  # one cell
@@ -96,14 +107,20 @@ def test_every_command_of_the_readme_and_the_manual(folder):
             said = pkmlm(command, *arguments, *short).stdout
             assert said or command == "train", f"{name}: {line}"
     assert len(done) >= 30
-    logits, network, gradient = blocks(PAGES["python"], "python")
+    logits, network, checkpoint, ranks, gradient = blocks(PAGES["python"], "python")
     assert blocks(README, "python") == [network]
     first, *memories = run_python(logits, folder).splitlines()
     assert len(yaml.safe_load(first)) == 5
     assert re.fullmatch(r"layer 3 pkm: \[[\d ]+\] slots of each head", memories[0])
     check = "assert memory.values.weight_KD.grad is None and all(optimizer.state for optimizer in optimizers)\n"
-    used = re.fullmatch(r"([0-9.]+)% of the slots were read\n", run_python(network + check, folder))
+    used = re.fullmatch(r"([0-9.]+)% of the slots were read\n", run_python(network + check + checkpoint, folder))
     assert 50 < float(used[1]) < 100
+    (folder / "ddp.py").write_text(ranks)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(torchrun, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "trained.pt").exists()
     median, share = map(float, run_python(gradient, folder).split())
     assert 0 < median < 1
     assert 0 < share <= 1

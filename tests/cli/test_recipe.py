@@ -40,7 +40,7 @@ def test_check_tells_a_wrong_recipe_in_two_lines_and_exit_code_2(tmp_path: Path)
     done = pkmlm("recipe", "check", "a.yaml", code=2)
     assert done.stdout == ""
     error, hint = done.stderr.splitlines()
-    assert error == "error: a.yaml:5:3: unknown key optim.learning_rate"
+    assert error == "error: a.yaml:5:3: unknown key optim.learning_rate (did you mean optim.lr?)"
     assert hint.startswith("hint: keys of optim: lr, matrices, muon, betas, eps, schedule, ")
 
 
@@ -65,7 +65,7 @@ def test_check_goes_on_after_a_wrong_recipe_and_names_each(tmp_path: Path) -> No
     done = pkmlm("recipe", "check", "a.yaml", "missing.yaml", "c.yaml", "-s", "model.heads=8", code=2)
     assert done.stdout == "ok  c.yaml: unnamed\n"
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert told[0] == "error: a.yaml:5:3: unknown key optim.learning_rate"
+    assert told[0] == "error: a.yaml:5:3: unknown key optim.learning_rate (did you mean optim.lr?)"
     assert told[1].count("missing.yaml") == 1
     assert pkmlm("recipe", "check", "./a.yaml", code=2).stderr.startswith("error: a.yaml:5:3: unknown key")
     (tmp_path / "sub").mkdir()

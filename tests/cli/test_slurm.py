@@ -70,7 +70,9 @@ def test_75_requeues(job):
 
 
 @pytest.mark.parametrize(("exit_code", "torchrun"), [(0, 0), (1, 1), (2, 1), (3, 1), (130, 1)])
-def test_nothing_else_does(job, exit_code, torchrun):
+def test_nothing_else_does(job, tmp_path, exit_code, torchrun):
+    if sys.version_info >= (3, 11):
+        (tmp_path / "json.py").write_text("raise SystemExit('code of the working folder')\n")
     done, requeued = job("my.yaml", "-o", "run", exit_code=exit_code, torchrun=torchrun)
     assert (done.returncode, requeued, done.stderr) == (exit_code, None, "")
 
@@ -110,6 +112,7 @@ def test_what_is_started(job, tmp_path):
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 300
     assert environment["PKMLM_TIMEOUT"] == "600"
     assert environment["NCCL_DEBUG"] == "WARN"
+    assert environment["PYTHONSAFEPATH"] == "1", "no code of the working folder is run"
     job("my.yaml", "-o", "run", torchrun=0, NCCL_DEBUG="INFO", PKMLM_PROCESSES="2")
     assert "--nproc-per-node=2" in (tmp_path / "words").read_text().splitlines()
     assert "NCCL_DEBUG=INFO\n" in (tmp_path / "environment").read_text()

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from threading import Thread
@@ -17,6 +18,7 @@ import pytest
 
 from pkmlm.bench.rounds import Timing
 from pkmlm.cli.sweep import parse_devices
+from pkmlm.environment import source_sha256
 from pkmlm.files import locked
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
@@ -25,7 +27,7 @@ from pkmlm.runs.results import tasks_file, write_evaluation
 from pkmlm.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end, finished
 from pkmlm.sweep.grid import read_grid
-from pkmlm.sweep.run import TIMED_TOKENS, Runner
+from pkmlm.sweep.run import TIMED_TOKENS, Runner, Workers
 from tests.conftest import given, pkmlm
 
 GRID = """title: Two memories
@@ -68,7 +70,7 @@ def cells_of(grid: Path, steps: int, *settings: str) -> dict[str, Cell]:
 
 def runner_of(grid: Path, runs: Path, task_data: Path | None = None) -> Runner:
     rows = None if task_data is None else str(task_data)
-    return Runner(runs, read_grid(grid)[0].measure, 1, [], rows, StopRequest())
+    return Runner(runs, read_grid(grid)[0].measure, Workers(task_data=rows), StopRequest(), source_sha256())
 
 
 def cells_in(folder: Path) -> dict[str, dict]:
@@ -89,8 +91,10 @@ def wait_for(log: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
-    """One value of the rate diverges: it is a result, not a failure; other calls only tell again, the same."""
+def test_a_sweep_trains_measures_and_tells(grid, tmp_path, foreign_code, monkeypatch):
+    """One value of the rate diverges: it is a result, not a failure; other calls only tell again, the same. What lies
+    in the working folder, or is left over of a launcher, is in no cell's way.
+    """
     folder = tmp_path / "swept"
     grid.write_text(TUNED)
     sweep = ("sweep", grid, "-o", folder, "-s", "train.steps=12")
@@ -99,7 +103,11 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
             words = given(*cell.overrides)
             pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / cell.name, "-q", *words)
     pkmlm("eval", folder / "cells" / "256_3e-3_seed-1", "-q")
+    monkeypatch.chdir(foreign_code)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setenv("WORLD_SIZE", "2")
     done = pkmlm(*sweep, "--jobs", 2)
+    monkeypatch.delenv("WORLD_SIZE")
     results = json.loads((folder / "results.json").read_text())
     status = {cell["tuned"]: cell["status"] for cell in results["cells"]}
     assert status == {"3e-3": "measured", "1e-9": "measured", "1000": "diverged"}
@@ -117,6 +125,7 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert re.findall(r"^(\S+) 256_", done.stderr, re.MULTILINE) == ["1/3", "2/3", "3/3", "chosen"]
     assert "chosen 256_3e-3_seed-1: ppl " in done.stderr
     trained = RunDirectory(run).facts()
+    assert trained["source_sha256"] == results["published_by"]["source_sha256"]
     told = {key: trained[key] for key in ("versions", "commit", "source_sha256", "device", "precision", "ranks")}
     assert results["trained_by"] == [told]
     assert {cell["tuned"]: cell["trained_by"] for cell in results["cells"]} == {"3e-3": 0, "1e-9": 0, "1000": None}
@@ -214,6 +223,12 @@ def test_models_are_trained_for_equal_tokens_and_equal_seconds(grid, tokens, tmp
     assert measured.keys() == {(slots, equal) for slots in ("none", "256") for equal in ("tokens", "seconds")}
     assert measured["none", "tokens"] == measured["none", "seconds"]
     assert [(each["equal"], each["pairs"]) for each in results["verdicts"]] == [("tokens", 1), ("seconds", 1)]
+    budget = json.loads((folder / "budget.json").read_text())
+    for busy in (0.0, 1.5):  # what was timed beside other work is told under what holds
+        (folder / "budget.json").write_text(json.dumps(budget | {"busy_cores": busy}))
+        assert ("1.5 cores" in pkmlm(*sweep, "--table").stdout) == (busy > 0)
+        assert ("1.5 cores" in (folder / "README.md").read_text()) == (busy > 0)
+    (folder / "budget.json").write_text(json.dumps(budget))
     shutil.rmtree(copied)
     assert pkmlm(*sweep, "--table").stdout == done.stdout
     latex = pkmlm(*sweep, "--table", "--format", "latex").stdout
@@ -276,6 +291,22 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     assert "torch unknown" in (folder / "README.md").read_text(), "it only records how the run was started"
 
 
+def test_runs_of_other_code_fail_a_sweep_and_are_told(grid, tmp_path):
+    folder = tmp_path / "swept"
+    grid.write_text(GRID.replace("    none: {model.memories: null}\n", ""))
+    sweep = ("sweep", grid, "-o", folder, "-q", "-s", "train.steps=2")
+    train_cell(grid, folder)
+    run = RunDirectory(folder / "cells" / "256_seed-1")
+    run.write_facts(source_sha256="0" * 64)
+    done = pkmlm(*sweep, code=1)
+    assert "other code of pkmlm than this: 256_seed-1\nhint: " in done.stderr
+    assert cells_in(folder)["256_seed-1"]["status"] == "measured", "nothing is lost"
+    assert pkmlm(*sweep, "--table").stdout == done.stdout
+    shutil.rmtree(run.path)
+    train_cell(grid, folder)
+    pkmlm(*sweep)
+
+
 def test_a_cell_of_epochs_is_found_finished(grid, tmp_path):
     cell = cells_of(grid, 12, "train.epochs=1", "train.batch_tokens=16384")["none_seed-1"]
     assert cell.recipe.train.steps < 12, "as many as they take"
@@ -305,6 +336,31 @@ def test_tokens_that_have_moved_are_those_of_the_cells(grid, tokens, tmp_path):
     said = pkmlm(*sweep, "-s", f"data.dir={others}", code=2).stderr
     assert f"expected train.steps=2 data.dir={others}" in said
     assert pkmlm(*sweep, "-s", f"data.dir={tmp_path / 'no'}", "--table", code=2).stderr.count("error: ") == 1
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder"])
+def test_an_archive_is_shown_without_its_tokens(grid, tokens, tmp_path, left):
+    """Tables and figures, wherever the recipe said that they were: here beside it."""
+    folder, base, beside = tmp_path / "swept", grid.parent / "product-key.yaml", grid.parent / "beside"
+    shutil.copytree(tokens, beside)
+    base.write_text(base.read_text().replace(str(tokens), "beside"))
+    text = GRID.replace("    none: {model.memories: null}\n", "") + "figures: [{x: slots, y: valid_loss}]\n"
+    grid.write_text(text + "over: tokens\n")
+    train_cell(grid, folder)
+    done = pkmlm("sweep", grid, "-o", folder, "-q", "-s", "train.steps=2")
+    shutil.rmtree(beside)
+    if left == "an empty folder":
+        beside.mkdir()
+    archive = folder.rename(tmp_path / "archive")
+    figures = sorted(path.name for path in archive.glob("*.png"))
+    for path in archive.glob("*.png"):
+        path.unlink()
+    assert pkmlm("sweep", grid, "-o", archive, "--table", "-s", "train.steps=2").stdout == done.stdout
+    assert len(figures) == 2
+    assert sorted(path.name for path in archive.glob("*.png")) == figures
+    assert "-s data.dir=DIR" in pkmlm("sweep", grid, "-o", tmp_path / "new", "-s", "train.steps=2", code=2).stderr
+    said = pkmlm("sweep", grid, "-o", archive, "-q", "-s", "train.steps=2", code=2).stderr
+    assert "-s data.dir=DIR" in said
 
 
 def test_validation_is_that_of_the_last_step(grid, tmp_path, trained):
@@ -494,10 +550,9 @@ def test_devices_are_gpus_each_once(grid, tmp_path, names, found):
     assert not (tmp_path / "swept").exists()
 
 
-def test_a_cell_that_the_system_refuses_fails_alone(grid, tmp_path, monkeypatch):
-    monkeypatch.setattr("pkmlm.sweep.cells.LONGEST_NAME", 1000)
+def test_a_cell_that_the_system_refuses_fails_alone(grid, tmp_path):
     grid.write_text(GRID.replace("256: {", "2" * 256 + ": {"))
-    runner, ended = Runner(tmp_path / "cells", ["valid_loss"], 1, [], None, StopRequest()), []
+    runner, ended = Runner(tmp_path / "cells", ["valid_loss"], Workers(), StopRequest(), source_sha256()), []
     cells = Cells(read_grid(grid)[0], grid.parent / "product-key.yaml", ["train.steps=2"])
     runner.run(cells, ended.append, lambda running: None)
     assert sorted(outcome.status for outcome in ended) == ["failed", "measured"]
@@ -511,7 +566,7 @@ def test_each_command_has_a_device_of_its_own(grid, tmp_path):
         pytest.skip("what a process was given stands in /proc")
     grid.write_text(GRID.replace("without: [{slots: 64}]\n", ""))
     base, stop, given = grid.parent / "product-key.yaml", StopRequest(), {}
-    runner = Runner(tmp_path / "cells", ["valid_loss"], 2, ["4", "5"], None, stop)
+    runner = Runner(tmp_path / "cells", ["valid_loss"], Workers(2, ["4", "5"]), stop, source_sha256())
 
     def tick(running: list[Cell]) -> None:
         children = list(runner.children)

@@ -1,8 +1,10 @@
 """`pkmlm tokenize` from outside: what it writes, what it prints, what it refuses without leaving a trace."""
 
+import bz2
 import filecmp
 import gzip
 import json
+import lzma
 import os
 import random
 import resource
@@ -12,6 +14,7 @@ import sys
 import time
 
 import click
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -175,6 +178,8 @@ def test_formats_and_compressions_give_the_same_tokens(texts):
     pq.write_table(pa.table({"text": documents}), texts / "a.parquet")
     files = {
         "a.txt.zst": zstandard.compress(whole),
+        "a.txt.bz2": bz2.compress(whole),
+        "a.jsonl.xz": lzma.compress(lines),
         "a.jsonl": lines,
         "a.jsonl.gz": gzip.compress(lines),
         "a.parquet.zst": zstandard.compress((texts / "a.parquet").read_bytes()),
@@ -189,6 +194,19 @@ def test_formats_and_compressions_give_the_same_tokens(texts):
         assert corpus.tokenizer_sha256 == plain.tokenizer_sha256
         assert np.array_equal(corpus.read(0, corpus.tokens), plain.read(0, plain.tokens))
         assert (corpus.words, corpus.bytes, corpus.documents) == (plain.words, plain.bytes, plain.documents)
+
+
+def test_a_folder_of_datasets_and_the_folder_of_a_tokenizer(texts):
+    documents = (texts / "train.txt").read_bytes().decode().split("\n\n\n")
+    saved = datasets.Dataset.from_list([{"doc": {"text": text}} for text in documents])
+    datasets.DatasetDict({"train": saved, "validation": saved.select([0])}).save_to_disk(texts / "saved")
+    tokenize(texts / "train.txt", "--separator", r"\n\n\n", "--vocab-size", 320, "-o", texts / "plain")
+    given = [texts / "saved/train", "--valid", texts / "saved/validation", "--field", "doc.text", "-q"]
+    tokenize(*given, "--tokenizer", texts / "plain", "-o", texts / "out")
+    assert text_of(texts / "out") == text_of(texts / "plain")
+    assert text_of(texts / "out", "valid") == documents[0]
+    shown = pkmlm("tokenize", texts / "saved", "--field", "doc.text", "-o", texts / "none", code=2).stderr
+    assert str(texts / "saved/train") in shown
 
 
 def test_standard_input(texts):

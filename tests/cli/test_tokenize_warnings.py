@@ -60,4 +60,30 @@ def test_a_separator_that_never_occurs_is_warned_of(texts):
     assert_warns([*given, r"\n\n\n"])
     assert_warns([*given, r"\n\n\n", "--valid", texts / "valid.txt"])  # one document to validate on is no fault
     (texts / "one.jsonl").write_text('{"text": "a whale"}\n')  # lines are not separated by it
-    assert_warns([*given, "|", "--valid", texts / "one.jsonl"])
+    assert_warns([*given, "|", "--valid", texts / "one.jsonl"], ("train.txt: '|' divides nothing",))
+
+
+@pytest.mark.parametrize("separator", ["\n\n\n", "\n", "---\n", "|"])
+def test_each_file_that_a_separator_does_not_divide_is_named(texts, separator):
+    """In every split that has others, and alone where it has the separator with other line ends; not a whole novel."""
+    typed = separator.replace("\n", r"\n")
+    given = ["--vocab-size", 290, "--force", "-o", texts / "out", f"--separator={typed}"]
+    whole = [STORY * 20 + str(number) for number in range(9)]
+    mac = separator.replace("\n", "\r")
+    contents = {
+        "a": separator.join(whole[:3]),
+        "b": mac.join(whole[3:5]) if mac != separator else whole[3],
+        "c": whole[5],
+        "d": separator.join(whole[6:8]),
+        "e": whole[8],
+    }
+    for name, text in contents.items():
+        (texts / f"{name}.txt").write_bytes(text.encode())
+    files = {name: texts / f"{name}.txt" for name in contents}
+    nothing = f"{separator!r} divides nothing"
+    assert_warns([*map(files.get, "abc"), "--valid", files["e"], *given], ("b.txt, ", "c.txt: ", nothing))
+    assert_warns([files["a"], "--valid", files["d"], files["e"], *given], ("e.txt: ", nothing))
+    alone = [("b.txt: ", nothing, repr(mac))] if mac != separator else []
+    assert_warns([files["a"], "--valid", files["b"], "--test", files["c"], *given], *alone)
+    # What is held out does not count twice.
+    assert_warns([*map(files.get, "abcd"), "--test", "40%", *given], ("b.txt, ", "c.txt: ", nothing))

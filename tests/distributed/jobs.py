@@ -5,21 +5,25 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from pkmlm import launched
 from pkmlm.cli import launch, main
 from pkmlm.cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
 from pkmlm.distributed import ProcessGroups, World, build_process_groups
-from pkmlm.environment import TIMEOUT
+from pkmlm.environment import TIMEOUT, source_sha256
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.launched import init_distributed
@@ -28,6 +32,7 @@ from pkmlm.memory.init import initialise
 from pkmlm.memory.peer.spec import PEERSpec
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.query import QueryBatchNorm
+from pkmlm.memory.row_adam import RowSGD
 from pkmlm.memory.row_exchange import all_gather_row_gradients, even_row_gradients
 from pkmlm.memory.table import Values
 from pkmlm.model.transformer import Transformer, build_model
@@ -59,8 +64,9 @@ def warm() -> None:
     train_step(state_of(recipe_of("layer"), None), 1)
 
 
-def command(words: list[str]) -> None:
-    """A command line."""
+def command(words: list[str], folder: str = ".") -> None:
+    """A command line, given in a folder."""
+    os.chdir(folder)
     sys.argv = ["pkmlm", *words]
     main()
 
@@ -69,8 +75,8 @@ def launch_a_rank(words: list[str]) -> None:
     """Start a command as `--nproc` starts a rank, and wait for it."""
     launcher = os.getpid()
     if not os.fork():
-        sys.argv = ["launch", str(launcher), *words]
-        launch.main()
+        sys.argv = ["-c", *words]
+        launch.main(launcher, source_sha256())
     os.wait()
 
 
@@ -80,10 +86,39 @@ def command_with(words: list[str], environment: dict[str, str]) -> None:
     command(words)
 
 
+def command_of_little_patience(words: list[str], environment: dict[str, str]) -> None:
+    """The same, where a rank says at once for whom it waits."""
+    launched.PATIENCE = 0.2
+    command_with(words, environment)
+
+
 def command_into(words: list[str], stdout: str) -> None:
     """A command line whose standard output goes to a file of that name."""
     os.dup2(os.open(stdout, os.O_WRONLY), 1)
     command(words)
+
+
+def command_on_terminal(words: list[str], term: str, said: str) -> None:
+    """A command line whose standard error is a terminal; what this gets is written to the file `said` at the end."""
+    master, terminal = os.openpty()
+    os.dup2(terminal, 2)
+    os.close(terminal)
+    os.environ["TERM"] = term
+    got: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):  # its other end has been closed
+            while block := os.read(master, 1 << 16):
+                got.append(block)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        command(words)
+    finally:
+        os.close(2)
+        reader.join()
+        Path(said).write_bytes(b"".join(got))
 
 
 def command_without_reader(words: list[str]) -> None:
@@ -468,6 +503,17 @@ def row_adam_of_all_ranks() -> None:
             table(torch.tensor([[1]]), torch.ones(1, 1)).sum().backward()
         optimizer.step()
         torch.testing.assert_close(table.weight_KD[:3, 0].detach(), torch.tensor([1.0, 0.9, 1.0]))
+        for kind in (pkmlm.RowAdam, RowSGD):  # sharing gradients alone, each rank would train a table of its own
+            apart = Values(5, 3, std=1.0)
+            with torch.no_grad():
+                apart.weight_KD.fill_(1.0)[world.rank, 0] = 2.0
+            optimizer = kind([apart], lr=0.1)
+            apart(torch.tensor([[1]]), torch.ones(1, 1)).sum().backward()
+            with pytest.raises(UserError, match="rank 1"):
+                optimizer.step()
+            fully_shard(divided := nn.Sequential(Values(6, 3, std=1.0)))
+            with pytest.raises(ValueError, match="ignored_params"):
+                kind(divided)
 
 
 def attached_to_a_model() -> None:

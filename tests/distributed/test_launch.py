@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -18,6 +19,13 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 @pytest.fixture(scope="module")
 def recipe(write_recipe, tmp_path_factory):
     return write_recipe(tmp_path_factory.mktemp("launch"), "product-key")
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 ENDLESS = ("-s", "train.steps=100000", "-s", "eval.every=100000", "-s", "log.every=1")
@@ -38,10 +46,11 @@ def facts_of(run):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_all_and_ctrl_c_saves_first(recipe, tmp_path, ranks):
+def test_a_killed_rank_ends_all_and_ctrl_c_saves_first(recipe, tmp_path, ranks, foreign_code):
+    """What lies in the working folder is in nobody's way."""
     run = tmp_path / "run"
     words = ["train", str(recipe), "-o", str(run), "--nproc", "2", *ENDLESS, "-s", "checkpoint.every=2"]
-    running = ranks.start(1, "command", words=words)
+    running = ranks.start(1, "command", words=words, folder=foreign_code)
     below = wait_for("step-", run / "latest", psutil.Process(running.pids[0]))
     started = {process.environ().get("RANK"): process for process in below}
     assert {"0", "1"} <= started.keys()
@@ -176,6 +185,26 @@ def test_ranks_that_cannot_meet_say_so_in_a_line(recipe, tmp_path, ranks):
     assert done.stderr.startswith("error: rank 1 ")
     assert "no.such.host.invalid:29876: " in done.stderr, "and what torch says of it"
     assert done.stderr.count("\n") == 2
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_who_waits_for_others_says_so_and_can_be_interrupted(recipe, tmp_path, ranks, rank, free_port):
+    """The variables of a launcher may be left over from another job."""
+    left_over = {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    words = ["train", str(recipe), "-o", str(tmp_path / "run")]
+    waiting = ranks.start(1, "command_of_little_patience", words=words, environment=left_over)
+    until = time.monotonic() + 60
+    while f":{free_port}; " not in waiting.said(0)[1]:
+        assert waiting.running(), waiting.said(0)
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    waiting.signal(signal.SIGINT)
+    (ended,) = waiting.end()
+    assert ended.code == -signal.SIGINT
+    assert ended.stderr.count("\n") == 1
+    for word in (f"rank {rank} ", " 2 processes", f"127.0.0.1:{free_port}", "unset WORLD_SIZE"):
+        assert word in ended.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", "two"), ("PKMLM_TIMEOUT", "soon")])

@@ -24,7 +24,7 @@ TRAINING = (
 )
 TOKENIZING = (
     ("pkmlm.data.tokenizer.Tokenizer", "learn", "learn"),
-    ("pkmlm.data.shards", "write_splits", "split"),
+    ("pkmlm.data.shards", "write_tokens", "split"),
     ("pkmlm.data.shards", "write_tokens", "shards"),
     ("pkmlm.data.corpus.Index", "write", "index"),
     ("pkmlm.cli.show.Output", "show", "result"),

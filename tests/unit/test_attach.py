@@ -4,14 +4,15 @@ import copy
 import json
 import math
 import random
+import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import permutations, product
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -24,6 +25,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
     OPTConfig,
@@ -33,19 +36,23 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     Trainer,
     TrainingArguments,
 )
 from transformers.utils import is_accelerate_available
 
 import pkmlm
-from pkmlm.attach.hosted import Hosted
+from pkmlm.attach.hosted import Hosted, load_host
 from pkmlm.attach.places import base_parameters
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.files import entry_of, write_json
 from pkmlm.measure.slots import LogitLens
 from pkmlm.memory.registry import SPECS
 
+HUGE = 10**9
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROTARY = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 99}
 GPT2_SIZES = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -282,6 +289,11 @@ def test_threads_and_nested_calls_keep_their_ids():
     with ThreadPoolExecutor(3) as threads:
         found = [*threads.map(lambda number: logits(model, input_ids=texts[number % 3]), range(60))]
     assert all(torch.equal(each, alone[number % 3]) for number, each in enumerate(found))
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    written = [model.generate(ids, **options) for ids in texts]
+    with ThreadPoolExecutor(3) as threads:
+        found = [*threads.map(lambda number: model.generate(texts[number % 3], **options), range(6))]
+    assert all(torch.equal(each, written[number % 3]) for number, each in enumerate(found))
     inner = []
 
     def call_again(*_):
@@ -293,6 +305,136 @@ def test_threads_and_nested_calls_keep_their_ids():
     assert torch.equal(logits(model, input_ids=texts[0]), alone[0])
     hook.remove()
     assert torch.equal(inner[1], alone[1])
+
+
+def replica_of(model):
+    """As torch's DataParallel makes one for each GPU: modules of their own, with the hooks of the original's."""
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        for name, child in module.named_children():
+            replica._modules[name] = replicas[child]
+        for name, tensor in module._parameters.items():
+            replica.__dict__[name] = tensor if tensor is None else tensor.detach().clone()
+    return replicas[model]
+
+
+@pytest.mark.parametrize(
+    ("memory", "mode"), [(KEYS, "add"), (KEYS, "replace"), (NGRAMS, "add"), ({"kind": "token"}, "add")]
+)
+def test_replicas_of_data_parallel_are_refused(memory, mode):
+    """They would read, and train, the tables of the original."""
+    model = base()
+    assert torch.equal(logits(replica_of(model)), logits(model))
+    grown(pkmlm.attach(model, memory, layers=[1], mode=mode))
+    expected = logits(model)
+    with pytest.raises(UserError, match="DataParallel"):
+        logits(replica_of(model))
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize(("memory", "mode"), [(KEYS, "add"), (KEYS, "replace"), (NGRAMS, "add")])
+def test_copies_of_a_model_are_apart(memory, mode, tmp_path):
+    model = base()
+    before, attachment = logits(model), grown(pkmlm.attach(model, memory, layers=[1], mode=mode))
+    expected = logits(model)
+    torch.save(model, tmp_path / "whole.pt")
+    assert torch.equal(logits(torch.load(tmp_path / "whole.pt", weights_only=False)), expected)
+    copied = copy.deepcopy(attachment)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert torch.equal(logits(model), expected)
+    assert not torch.equal(logits(copied.model), expected)
+    copied.detach()
+    assert torch.equal(logits(copied.model), before)
+    assert torch.equal(logits(model), expected)
+
+
+class Wrapped(nn.Module):
+    """A block as libraries wrap it, to recompute or to shard it."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **options):
+        return self.block(*args, **options)
+
+
+def replace_mlp(blocks):
+    blocks[0].mlp = copy.deepcopy(blocks[1].mlp)
+
+
+def swap(blocks):
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+
+
+def replace_block(blocks):
+    blocks[0] = base().model.layers[0]
+
+
+@pytest.mark.parametrize(
+    ("memory", "mode", "change"),
+    [
+        *product([KEYS], ["add", "replace"], [swap, replace_block, replace_mlp]),
+        *product([NGRAMS], ["add"], [swap, replace_block]),
+    ],
+)
+def test_blocks_that_were_changed_after_attaching_are_refused(memory, mode, change):
+    """The model would run without the memory."""
+    model = base()
+    attachment = grown(pkmlm.attach(model, memory, layers=[1], mode=mode))
+    expected = logits(model)
+    for index, block in enumerate(model.model.layers):
+        model.model.layers[index] = Wrapped(block)
+    assert torch.equal(logits(model), expected)
+    for index, block in enumerate(model.model.layers):
+        model.model.layers[index] = block.block
+    change(model.model.layers)
+    with pytest.raises(UserError, match=r"block 1 .*replaced"):
+        logits(model)
+    attachment.detach()
+    logits(model)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_block_that_was_cut_off_after_attaching_is_refused(left):
+    model = base()
+    attachment = pkmlm.attach(model, KEYS, layers=[2])
+    kept = model.model.layers
+    model.model.layers = kept[:1] if left else None
+    with pytest.raises(UserError, match=r"block 2 .*replaced"):
+        logits(model)
+    model.model.layers = kept
+    attachment.detach()
+
+
+@pytest.mark.parametrize("memory", [KEYS, NGRAMS, {"kind": "token"}])
+def test_new_tokens_after_attaching(memory):
+    """A memory that reads the stream knows no tokens; another has rows, or ids, for those that there were."""
+    model = base()
+    grown(pkmlm.attach(model, memory, layers=[1]))
+    expected = logits(model)
+    if memory is not KEYS:
+        with pytest.raises(UserError, match=r"input_ids has ids from 7 to 100 \(expected 0 to 99"):
+            logits(model, input_ids=IDS + 4)
+    model.resize_token_embeddings(105, mean_resizing=False)
+    with nullcontext() if memory is KEYS else pytest.raises(UserError, match=r"105 tokens \(expected 100"):
+        torch.testing.assert_close(logits(model)[..., :100], expected)
+        assert logits(model, input_ids=IDS + 4).isfinite().all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("memory", [KEYS, NGRAMS])
+def test_a_layer_on_another_device_than_its_block(memory):
+    model = base()
+    grown(pkmlm.attach(model, memory, layers=[1]))
+    expected = logits(model)
+    kept = model.pkmlm
+    del model.pkmlm
+    model.cuda()
+    model.add_module("pkmlm", kept)
+    torch.testing.assert_close(logits(model, input_ids=IDS.cuda()).cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_an_interrupted_call_leaves_no_ids():
@@ -331,6 +473,8 @@ def test_saving_the_network_warns_and_the_memory_can_be_brought_back(tmp_path):
     expected = logits(model)
     with pytest.warns(UserWarning, match="attached"):
         model.save_pretrained(tmp_path / "whole")
+    with pytest.warns(UserWarning, match="attached"):
+        model.base_model.save_pretrained(tmp_path / "body")
     back = LlamaForCausalLM.from_pretrained(tmp_path / "whole")
     assert torch.equal(logits(back), logits(base()))
     again = pkmlm.attach(back, KEYS, layers=[1, 2])
@@ -343,6 +487,7 @@ def test_saving_the_network_warns_and_the_memory_can_be_brought_back(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.save_pretrained(tmp_path / "alone")
+        model.base_model.save_pretrained(tmp_path / "alone")
 
 
 def test_weights_in_few_bits_do_not_say_in_which_numbers_a_block_computes():
@@ -622,6 +767,16 @@ def test_the_dense_control_has_as_many_operations_and_the_same_handle(memory, mo
     assert torch.equal(logits(again.model), logits(model))
 
 
+def test_attachments_say_what_they_are():
+    model = base()
+    attachment = pkmlm.attach(model, KEYS, layers=[1, 2])
+    train(model, attachment, steps=2)
+    weights = sum(parameter.numel() for parameter in attachment.module.parameters())
+    for part in ("product-key", "256 slots", "2 heads", "read 4", f"{weights:,} parameters", "1, 2", "Llama", "step 2"):
+        assert part in repr(attachment)
+    assert "SwiGLU" in repr(pkmlm.attach_dense(base(), like=attachment))
+
+
 def test_operations_are_counted_by_hand():
     attachment = pkmlm.attach(base(), KEYS, layers=[1, 2])
     # A layer: queries 32 x (2 * 16); 2 heads of 2 * 16 sub-keys of width 8; 2 * 4 rows of width 32.
@@ -662,7 +817,7 @@ def test_usage_counts_what_is_no_padding():
 def test_the_strongest_slots_and_the_tokens_that_read_them(memory):
     attachment = grown(pkmlm.attach(base(), MEMORIES[memory], layers=[1, 2]))
     with torch.no_grad():
-        attachment.module.places["2"].gate.fill_(-0.5)
+        attachment.module.places["2"].gate.factor_1.fill_(-0.5)
     mask = torch.ones_like(IDS)
     mask[1, :15] = 0
     batches = [{"input_ids": IDS, "attention_mask": mask}, IDS[2:, :7]]
@@ -776,11 +931,77 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
     assert described["base"]["architecture"] == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_config_of_a_base_is_compared_with_its_weights_before_thousands_of_blocks_are_built(name, tmp_path):
+    model = base(name)
+    model.save_pretrained(tmp_path, max_shard_size="40KB" if name == "llama" else "1GB")
+    config = json.loads((tmp_path / "config.json").read_text())
+    key = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    for count in (3, 20_000, HUGE):
+        write_json(tmp_path / "config.json", {**config, key: count, "layer_types": None})
+        with pytest.raises(UserError, match=f"{key} in config.json is .* the weights hold 2 blocks"):
+            load_host(tmp_path, "float32")
+    for key in ("vocab_size", "n_embd" if name == "gpt2" else "hidden_size"):
+        write_json(tmp_path / "config.json", {**config, key: 20_000})
+        with pytest.raises(UserError, match=r"has shape .* \(expected .*0000"):
+            load_host(tmp_path, "float32")
+    # Code on the hub, which transformers would fetch.
+    for named in ("kernels-community/flash-attn2", {"": "somebody/kernels:attention"}, "flash_attention_2"):
+        for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+            write_json(tmp_path / "config.json", {**config, key: named})
+            host = load_host(tmp_path, "float32")
+            assert host.config._attn_implementation in ("sdpa", "eager")
+            assert torch.equal(logits(host), logits(model))
+
+
+def test_a_base_that_lacks_weights_is_refused(tmp_path):
+    """Transformers would draw them, and only warn."""
+    base().save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["model.layers.1.mlp.down_proj.weight"]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"lack model\.layers\.1\.mlp\.down_proj"):
+        load_host(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("memory", ["product-key", "ngram"])
+def test_a_description_is_checked_before_anything_is_built(memory, tmp_path):
+    """As a recipe's memory is; and what it describes is no larger than the weights beside it."""
+    pkmlm.attach(base(), MEMORIES[memory], layers=[1, 2]).save(tmp_path / "sound")
+    sound = json.loads((tmp_path / "sound" / "attached.json").read_text())
+    keys = [*sound["arguments"], "nonsense", "optim", "layers"]
+    values = (None, "x", 0, HUGE, [[2]])
+    changes = [{"arguments": {**sound["arguments"], key: value}} for key in keys for value in values]
+    changes += [{"kind": kind, **more} for kind in [*SPECS, "dense", "x", 5, []] for more in ({}, {"arguments": {}})]
+    changes += [{"arguments": each} for each in ({}, [], {"num_keys": HUGE, "heads": HUGE, "topk": HUGE})]
+    changes += [{"layers": each} for each in ([], [1], [3], [1, 1], ["1"], 5, [HUGE], list(range(1, 10**5)))]
+    changes += [{"dim": each} for each in (0, -1, 64, HUGE, "32")] + [{"mode": each} for each in ("before", "x", 5)]
+    changes += [{"base": {**sound["base"], "dtype": each}} for each in ("load", "float7", 5)]
+    model, taken = base(), 0
+    for change in changes:
+        described = {**sound, **change}
+        if described == sound:
+            continue
+        folder = tmp_path / "changed"
+        shutil.copytree(tmp_path / "sound", folder)
+        write_json(folder / "attached.json", described)
+        files = {name: entry_of(folder / name) for name in ("attached.json", "attached.safetensors")}
+        write_json(folder / "manifest.json", {"version": 1, "files": files})
+        with suppress(UserError):
+            pkmlm.attach(model, folder).detach()
+            taken += 1
+        assert not hasattr(model, "pkmlm")
+        shutil.rmtree(folder)
+    assert taken < 0.2 * len(changes)  # which change what is computed, but no shape
+
+
 @pytest.mark.parametrize(
     ("memory", "how", "says"),
     [
         ({**KEYS, "query_norm": "batch"}, {"layers": [1]}, "padding"),
         ({**KEYS, "kind": "none"}, {"layers": [1]}, ", ".join(SPECS)),
+        ({**KEYS, "kind": ["peer"]}, {"layers": [1]}, ", ".join(SPECS)),
+        ({**KEYS, "kind": "peer", "num_keys": 46000}, {"layers": [1, 2]}, "not enough memory"),
         ({**KEYS, "num_kyes": 3}, {"layers": [1]}, "num_kyes (did you mean num_keys?)"),
         (5, {"layers": [1]}, "memory is 5"),
         ({**KEYS, "topk": 300}, {"layers": [1]}, "topk"),
@@ -817,17 +1038,81 @@ def test_what_cannot_be_attached_says_why_and_leaves_the_model_alone(memory, how
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def opt() -> PreTrainedModel:
+    torch.manual_seed(1)
+    sizes = {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "dropout": 0.0}
+    return OPTForCausalLM(OPTConfig(**SIZES, **sizes, pad_token_id=0, bos_token_id=99, eos_token_id=99)).eval()
+
+
+def mamba() -> PreTrainedModel:
+    torch.manual_seed(1)
+    sizes = {key: value for key, value in SIZES.items() if key != "num_attention_heads"}
+    return MambaForCausalLM(MambaConfig(**sizes, bos_token_id=99, eos_token_id=99, pad_token_id=0)).eval()
+
+
+@pytest.mark.parametrize("make", [opt, mamba])
+def test_blocks_without_an_ffn_get_what_the_hint_says(make):
+    model = make()
+    with pytest.raises(UserError, match=r"block 1, a \w+, has") as error:
+        pkmlm.attach(model, KEYS, layers=[1])
+    assert "ngram or token" in error.value.hint
+    before = logits(model)
+    for memory in (NGRAMS, {"kind": "token"}):
+        attachment = pkmlm.attach(model, memory, layers=[1, 2])
+        assert torch.equal(logits(model), before)
+        grown(attachment)
+        whole, options = logits(model), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        assert (whole - before).abs().max() > 0.01
+        cached, plain = (model.generate(IDS[:2, :8], use_cache=use, **options) for use in (True, False))
+        assert torch.equal(cached, plain)
+        unseen = attachment.detach() or model(input_ids=IDS[:, :8], use_cache=True)
+        past = next(name for name in ("cache", "past_key_values") if name in unseen)  # until transformers 5.23
+        attachment = pkmlm.attach(model, memory, layers=[1])
+        with pytest.raises(UserError, match=r"holds .* of which the memory has seen 0"):
+            logits(model, input_ids=IDS[:, 8:9], **{past: unseen[past]})
+        with pytest.raises(UserError, match="cache is a tuple"):
+            logits(model, input_ids=IDS, **{past: ((),)})
+        attachment.detach()
+
+
+def test_a_recurrent_state_that_is_no_cache_is_refused():
+    """The memory could not see the tokens before."""
+    sizes = {key: value for key, value in SIZES.items() if key != "num_attention_heads"}
+    model = RwkvForCausalLM(RwkvConfig(**sizes, bos_token_id=99, eos_token_id=99, pad_token_id=0)).eval()
+    attachment = pkmlm.attach(model, NGRAMS, layers=[1])
+    whole = model(input_ids=IDS, use_cache=True)
+    with pytest.raises(UserError, match="cache is a list") as error:
+        logits(model, input_ids=IDS[:, :1], state=whole.state)
+    assert "use_cache=False" in error.value.hint
+    attachment.detach()
+    logits(model, input_ids=IDS[:, :1], state=whole.state)
+
+
+def bloom() -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=2, bos_token_id=99, eos_token_id=99)
+    return BloomForCausalLM(config).eval()
+
+
+def test_beside_an_ffn_that_adds_the_residual_itself(tmp_path):
+    model = bloom()
+    with pytest.raises(UserError, match="takes residual") as error:
+        pkmlm.attach(model, KEYS, layers=[1], mode="replace")
+    assert "mode='add'" in error.value.hint
+    before, mlp = logits(model), model.transformer.h[1].mlp
+    attachment = pkmlm.attach(model, KEYS, layers=[2])
+    assert torch.equal(logits(model), before)
+    train(model, grown(attachment))
+    after, (x, residual) = logits(model), torch.randn(2, 1, 5, 32).unbind()
+    torch.testing.assert_close(mlp(x, residual=residual), mlp.forward(x, residual) + attachment.module.places["2"](x))
+    torch.testing.assert_close(mlp(hidden_states=x, residual=residual), mlp(x, residual))
+    attachment.save(tmp_path / "saved")
+    assert torch.equal(logits(pkmlm.attach(bloom(), tmp_path / "saved").model), after)
+
+
 def test_a_model_that_is_not_understood_is_told_what_was_found():
     with pytest.raises(UserError, match="config"):
         pkmlm.attach(nn.Linear(3, 3), KEYS, layers=[1])
-    opt = OPTForCausalLM(
-        OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64, pad_token_id=0)
-    )
-    with pytest.raises(UserError, match="OPTDecoderLayer, has self_attn"):  # its FFN is no module of its own
-        pkmlm.attach(opt, KEYS, layers=[1])
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=2))
-    with pytest.raises(UserError, match="mlp does not take one tensor"):  # it adds the residual itself
-        pkmlm.attach(bloom, KEYS, layers=[1])
     two = base()
     two.extra = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     with pytest.raises(UserError, match=r"model.layers of 2, extra of 2"):
@@ -878,16 +1163,10 @@ def test_n_grams_are_read_on_from_a_cache_and_never_guessed(name):
         model(inputs_embeds=torch.zeros(1, 3, 32))
     with pytest.raises(UserError, match="attention_mask is"):
         logits(model, attention_mask=torch.ones(3, 1, 20, 20, dtype=torch.bool))
-    with pytest.raises(UserError, match="static"):
+    with pytest.raises(UserError, match="a StaticCache"):
         model.generate(IDS[:, :8], cache_implementation="static", max_new_tokens=2, disable_compile=True)
     attachment.detach()
     model(inputs_embeds=torch.zeros(1, 3, 32))
-
-
-def opt() -> PreTrainedModel:
-    torch.manual_seed(1)
-    sizes = {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "dropout": 0.0}
-    return OPTForCausalLM(OPTConfig(**SIZES, **sizes, pad_token_id=0, bos_token_id=99, eos_token_id=99)).eval()
 
 
 def test_n_grams_in_a_model_whose_head_calls_an_inner_network():
@@ -938,7 +1217,7 @@ def test_more_groups_of_parameters_leave_the_tables_theirs():
     before = values.detach().clone()
     model(input_ids=IDS, labels=IDS).loss.backward()
     with torch.no_grad():  # at a gate of 0 no gradient reaches them
-        attachment.module.places["1"].gate.fill_(1.0)
+        attachment.module.places["1"].gate.factor_1.fill_(1.0)
     optimizer.zero_grad()
     model(input_ids=IDS, labels=IDS).loss.backward()
     optimizer.step()
@@ -951,8 +1230,11 @@ def test_n_grams_and_gradient_checkpointing():
         attachment = grown(pkmlm.attach(model, NGRAMS, layers=[1, 2]))
         if checkpoints:
             model.gradient_checkpointing_enable()
+        grown(pkmlm.attach(model, KEYS, layers=[1]))
         model.train()
-        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        with pkmlm.UsageCounters(model) as reads:
+            model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        assert [each.tokens for each in reads.memories()] == [60] * 3
         return model, [parameter.grad for parameter in attachment.parameters()]
 
     (model, again), (_, plain) = gradients(True), gradients(False)
@@ -1000,3 +1282,19 @@ def test_canonical_ids_are_those_of_the_models_tokenizer(tmp_path, tokens):
     nameless.config.eos_token_id = nameless.config.bos_token_id = None
     with pytest.raises(UserError, match="names no token"):
         pkmlm.attach(nameless, NGRAMS, layers=[1])
+
+
+def test_a_gate_lets_each_token_decide():
+    model = base()
+    with torch.no_grad():
+        before = model(input_ids=IDS).logits
+        attachment = pkmlm.attach(model, KEYS | {"gate": "token"}, layers=[1])
+        assert torch.equal(model(input_ids=IDS).logits, before)
+        gate = attachment.module.places["1"].gate
+        gate.factor_1.fill_(1.0)
+        ungated = model(input_ids=IDS).logits
+        assert not torch.equal(ungated, before)
+        gate.map.bias.fill_(-50.0)
+        torch.testing.assert_close(model(input_ids=IDS).logits, before)
+    with pytest.raises(UserError, match="start"):
+        pkmlm.attach(model, KEYS | {"start": "zero"}, layers=[2])

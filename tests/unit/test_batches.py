@@ -56,10 +56,13 @@ def test_every_token_is_scored_once_an_epoch_after_the_token_before_it(corpus, c
 class Places:
     """A corpus whose tokens say where they stand."""
 
-    tokens, eos, documents = 99, 0, 1
+    tokens, eos, documents, has_answers = 99, 0, 1, False
 
     def read(self, start, stop):
         return np.arange(start, stop)
+
+    def as_input(self, ids):
+        return ids
 
 
 def test_each_epoch_has_an_order_of_its_own_and_batches_run_over_the_border():

@@ -6,10 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pkmlm.bench import LAYERS, rounds
+from pkmlm.bench import LAYERS, memory, rounds
 from pkmlm.bench.memory import Shape, contender, contenders, inputs, product_key_layer, reads_of, time_memory
-from pkmlm.bench.models import RandomBatches, chosen_models, decode, prefilled, random_tokens, random_training, variants
-from pkmlm.bench.rounds import interleaved
+from pkmlm.bench.models import (
+    ModelTimes,
+    RandomBatches,
+    chosen_models,
+    decode,
+    prefilled,
+    random_tokens,
+    random_training,
+    variants,
+)
+from pkmlm.bench.peaks import peak_of
+from pkmlm.bench.rounds import Timing, interleaved
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
 from pkmlm.memory.hash.spec import HashSpec
@@ -60,7 +70,13 @@ def test_models_without_the_memory_follow_from_any_recipe_of_one(changes):
     assert found[1].recipe.train.only == replace(RECIPE, **changes).train.only, "its own is trained as it says"
 
 
-@pytest.mark.parametrize("name", ["plain-adam", "plain-fused", "plain-sparse"])
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch):
+    """It takes a minute or two, and whether its results are right is for torch to test."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@pytest.mark.parametrize("name", ["plain-adam", "plain-fused", "plain-compiled", "plain-sparse"])
 def test_the_plain_layer_is_the_memory(name):
     source = product_key_layer(SHAPE, CPU)
     one = contender(name, SHAPE, source)
@@ -68,7 +84,8 @@ def test_the_plain_layer_is_the_memory(name):
     x, grad = inputs(SHAPE, CPU)
     found = []
     reads = reads_of(source, x)
-    torch.testing.assert_close(one.values(*reads).view_as(x), plain(x), rtol=0, atol=1e-5)
+    if name != "plain-compiled":
+        torch.testing.assert_close(one.values(*reads).view_as(x), plain(x), rtol=0, atol=1e-5)
     for layer in (source, plain):
         x.grad = None
         out = layer(x)
@@ -109,12 +126,14 @@ def test_all_memories_train_one_table_with_one_pair_of_moments():
     assert len(states) == len(LAYERS) - 1, "one of each layer but the FFN"
     for name in ("exp_avg", "exp_avg_sq"):
         assert len({id(state[name]) for state in states}) == 1
-    assert [int(state["step"]) for state in states] == [1, 1, 1, 1]
+    assert [int(state["step"]) for state in states] == [1] * len(states)
 
 
 def test_a_round_times_every_phase_of_every_layer():
     result = time_memory(SHAPE, LAYERS, 2, quiet)
-    assert len(result.times) == 4 * 4 + 3, "four phases; three of the FFN, which has no values"
+    assert len(result.times) == 4 * 4 + 2 * 3, (
+        "four phases; three of the FFN, which has no values, and of what compiles"
+    )
     assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in result.times.values())
     assert result.ratio("pkmlm", "step") == 1
     assert 0 < result.touched <= SHAPE.tokens * SHAPE.heads * SHAPE.topk
@@ -125,6 +144,52 @@ def test_a_round_times_every_phase_of_every_layer():
     assert least["backward"] == 2 * rows + 2 * SHAPE.tokens * 24 * 4
     assert least["step"] - least["backward"] == 6 * result.touched * 24 * 4
     assert result.bytes_per_second("ffn", "step") is None
+
+
+def test_the_compiled_layer_is_timed_on_a_gpu_or_where_it_is_named(monkeypatch):
+    timed, compiled = [], []
+    monkeypatch.setattr(memory, "time_memory", lambda shape, names, rounds, say: timed.append(names))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(options) or function)
+    memory.time_sizes([SHAPE], (), 1, quiet)
+    memory.time_sizes([SHAPE], ("plain-compiled", "pkmlm"), 1, quiet)
+    assert timed == [[name for name in LAYERS if name != "plain-compiled"], ["pkmlm", "plain-compiled"]]
+    contender("plain-compiled", SHAPE, product_key_layer(SHAPE, CPU))
+    assert compiled[-1] == {"dynamic": False}
+    assert len(compiled) == 2, "once to see whether it works"
+    monkeypatch.setattr(memory, "check_compiler", lambda *asked: None)
+    monkeypatch.setattr(memory, "default_device", lambda: torch.device("cuda"))
+    memory.time_sizes([SHAPE], (), 1, quiet)
+    assert timed[-1] == [*LAYERS]
+
+
+def test_mfu_where_the_peak_is_known():
+    for name, precision, peak in (
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", 67e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA A100-SXM4-40GB", "bf16", 312e12),
+        ("NVIDIA L4", "fp16", 121e12),
+        ("NVIDIA L40", "fp16", None),
+        ("cpu, 2 threads", "fp32", None),
+    ):
+        assert peak_of(name, precision) == peak, name
+    models = variants(RECIPE, 50, [], ["dense", "memory"])
+    values_only = replace(models[1].recipe, train=replace(models[1].recipe.train, only="values"))
+    models[1] = replace(models[1], recipe=values_only)
+    batches = {"forward": 1, "step": models[0].recipe.sequences}
+    times = {(phase, index, each): Timing([1.0, 2.0, 3.0]) for index in (0, 1) for phase, each in batches.items()}
+    timed = {"forward": ("a forward", 8), "step": ("steps", 8)}
+    dense = ModelTimes(models, times, timed, {"precision": "bf16"}, 1e9, peak=1e6)
+    assert dense.mfu(0) == pytest.approx(6 * models[0].cost.flops_per_token * 64 / 2.0 / 1e6)
+    assert dense.mfu(1) is None, "it has a smaller backward"
+    assert [each["mfu"] for each in dense.as_json()["models"]] == [dense.mfu(0), None]
+    forward, steps = dense.tables()
+    assert [column.name for column in steps.columns][-1] == "MFU"
+    assert [row[-1] for row in steps.rows] == [dense.mfu(0), None]
+    assert "MFU" not in [column.name for column in forward.columns]
+    on_cpu = replace(dense, peak=None)
+    assert "mfu" not in on_cpu.as_json()["models"][0]
+    assert "MFU" not in [column.name for column in on_cpu.tables()[1].columns]
 
 
 def test_more_than_the_machine_has_is_one_error():

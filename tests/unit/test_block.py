@@ -15,7 +15,7 @@ from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model, matrices_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.train.compile_and_recompute import recompute_activations
-from pkmlm.train.muon import Fp32Muon
+from pkmlm.train.muon import Muon
 from pkmlm.train.optim import parameter_groups
 
 WIDTH, LAYERS, HEADS, VOCAB, CONTEXT = 24, 2, 4, 50, 32
@@ -276,8 +276,11 @@ def test_muon_trains_the_matrices_of_attention_and_the_ffn_as_torch_does(tmp_pat
     everything = [name for group in groups for name in group.parameters]
     assert sorted(everything) == sorted(name for name, _ in model.named_parameters())
 
-    on_cpu = Fp32Muon if not is_native_on_cpu("bf16") else torch.optim.Muon
-    muon = on_cpu([twin.get_parameter(name) for name in names], lr=0.03, weight_decay=0.0, momentum=0.95)
+    settings = {"lr": 0.03, "weight_decay": 0.0, "momentum": 0.95}
+    matrices = [twin.get_parameter(name) for name in names]
+    muon = (
+        torch.optim.Muon(matrices, **settings) if is_native_on_cpu("bf16") else Muon(matrices, dtype=None, **settings)
+    )
     random = torch.Generator().manual_seed(5)
     for step in range(1, 21):
         for group in muon.param_groups:
@@ -297,8 +300,9 @@ def test_muon_in_fp32_is_torchs_up_to_the_rounding_of_bf16():
     shapes = [(8, 8), (24, 8), (8, 24), (3, 40)]
     ours, theirs, exact = ([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(3))
     exact = [torch.nn.Parameter(each.double()) for each in exact]
-    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "original"}
-    optimizers = [Fp32Muon(ours, **settings), torch.optim.Muon(theirs, **settings), Fp32Muon(exact, **settings)]
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    optimizers = [Muon(each, dtype=None, **settings) for each in (ours, exact)]
+    optimizers.append(torch.optim.Muon(theirs, adjust_lr_fn="original", **settings))
     weights = [each.detach().clone() for each in exact]
     momenta = [torch.zeros_like(each) for each in exact]
     for _ in range(5):
@@ -318,3 +322,36 @@ def test_muon_in_fp32_is_torchs_up_to_the_rounding_of_bf16():
         torch.testing.assert_close(c, by_hand, rtol=0, atol=1e-13, check_dtype=True)
         torch.testing.assert_close(a.double(), by_hand, rtol=0, atol=1e-6)
         torch.testing.assert_close(b.double(), by_hand, rtol=0, atol=3e-3)
+
+
+def test_muon_in_bf16_has_torchs_bits_and_can_be_skipped():
+    random = torch.Generator().manual_seed(6)
+    shapes = [(8, 8), (24, 8), (8, 24), (3, 40)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    muon = Muon(ours, dtype=torch.bfloat16, **settings)
+    torchs = torch.optim.Muon(theirs, adjust_lr_fn="original", **settings)
+    for step in range(4):
+        for a, b in zip(ours, theirs, strict=True):
+            gradient = torch.randn(a.shape, generator=random)
+            a.grad, b.grad = gradient, gradient.clone()
+        muon.step()
+        torchs.step()
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b), step
+            assert torch.equal(muon.state[a]["momentum_buffer"], torchs.state[b]["momentum_buffer"]), step
+    before = [(a.detach().clone(), muon.state[a]["momentum_buffer"].clone()) for a in ours]
+    for a in ours:
+        a.grad[0, 0] = float("nan")
+    muon.found_inf = torch.ones(())
+    muon.step()
+    for a, (weights, momentum) in zip(ours, before, strict=True):
+        assert torch.equal(a, weights)
+        assert torch.equal(muon.state[a]["momentum_buffer"], momentum)
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+    muon.found_inf = torch.zeros(())
+    muon.step()
+    torchs.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

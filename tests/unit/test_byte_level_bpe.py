@@ -103,7 +103,7 @@ REMOVED = {"type": "Split", "pattern": {"String": "q"}, "behavior": "Removed", "
         (lambda t: without_bytes().to_str().encode(), "lacks .* of the bytes"),
         (lambda t: t.to_str().encode()[:-9], "not a tokenizer.json"),
         (lambda t: b'{"model":' * 100_000, "not a tokenizer.json"),
-        (lambda t: b"{}", "not byte-level"),
+        (lambda t: b"{}", "not a tokenizer.json"),
     ],
 )
 def test_a_file_that_loses_text_or_is_damaged_is_refused(theirs, change, said):
@@ -111,6 +111,21 @@ def test_a_file_that_loses_text_or_is_damaged_is_refused(theirs, change, said):
         Tokenizer(change(theirs), "my.json")
     assert "\n" not in caught.value.message
     assert caught.value.hint
+
+
+def test_a_sentencepiece_model_as_json_is_told_which_file_to_give(theirs):
+    """Llama's and Gemma's tokenizer.json: bytes stand for what the vocabulary lacks."""
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    llama = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    llama.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    for decoder in (decoders.Sequence(parts), decoders.Sequence(parts[:3])):
+        llama.decoder = decoder
+        with pytest.raises(UserError, match=r"my\.json is not byte-level") as refused:
+            Tokenizer(llama.to_str().encode(), "my.json")
+        assert "tokenizer.model" in refused.value.hint
+    with pytest.raises(UserError) as refused:
+        Tokenizer(spec_with(theirs, decoder={"type": "WordPiece", "prefix": "##", "cleanup": True}))
+    assert "tokenizer.model" not in refused.value.hint
 
 
 def test_text_that_only_this_tokenizer_loses_is_named(theirs):

@@ -503,19 +503,20 @@ def test_every_division_that_is_possible() -> None:
 @pytest.mark.parametrize("limit", [10**9, 40 * 10**9])
 def test_the_largest_memory_fits_and_the_next_does_not(memory: int, limit: int) -> None:
     largest = largest_memory(MILLION, 1000, 4, memory, limit)
-    assert largest == ("pkm", largest.num_keys, largest.num_keys**2, 512 * largest.num_keys**2)
+    keys = largest["num_keys"]
+    assert largest == {"memory": "pkm", "num_keys": keys, "slots": keys**2, "entries": 512 * keys**2}
 
     def needed(keys: int) -> int:
         recipe = million(num_keys=keys)
         return sum(bytes_held(recipe, cost_of(recipe, 1000), 4, memory).values())
 
-    assert needed(largest.num_keys) <= limit < needed(largest.num_keys + 1)
+    assert needed(keys) <= limit < needed(keys + 1)
 
 
 def test_no_memory_fits_or_there_is_none() -> None:
-    assert largest_memory(MILLION, 1000, 1, 1, 10**6) == ("pkm", 0, 0, 0)
+    assert largest_memory(MILLION, 1000, 1, 1, 10**6) == {"memory": "pkm", "num_keys": 0, "slots": 0, "entries": 0}
     assert largest_memory(HASHED, 100, 1, 1, 10**9) is None
-    assert largest_memory(MILLION, 1000, 8, 8, 10**18).num_keys == 46340  # slots are told in 31 bits
+    assert largest_memory(MILLION, 1000, 8, 8, 10**18)["num_keys"] == 46340  # slots are told in 31 bits
 
 
 def test_the_first_memory_with_keys_grows_beside_the_others() -> None:
@@ -523,8 +524,8 @@ def test_the_first_memory_with_keys_grows_beside_the_others() -> None:
     mixed = replace(MILLION, model=replace(MILLION.model, memories=memories))
     limit = 40 * 10**9
     alone, beside = (largest_memory(recipe, 1000, 1, 1, limit) for recipe in (MILLION, mixed))
-    assert (alone.memory, beside.memory) == ("pkm", "pkm")
-    assert 0 < beside.num_keys < alone.num_keys
+    assert (alone["memory"], beside["memory"]) == ("pkm", "pkm")
+    assert 0 < beside["num_keys"] < alone["num_keys"]
 
 
 def test_a_recipe_in_half_precision_sends_half_of_its_outputs() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pkmlm.environment import source_commit, source_sha256
+from pkmlm.environment import child_command, source_commit, source_sha256
+from tests.conftest import pkmlm
 
 COMMIT = "9eb039a7d1a1f9b2a7c3b1c6f0d5e4a3b2c1d0e9"
 
@@ -51,6 +52,23 @@ def test_the_digest_of_the_code_changes_with_its_files_alone(tmp_path: Path) -> 
     renamed = source_sha256(tmp_path)
     write(tmp_path, "c.py", "")
     assert len({digest, edited, renamed, source_sha256(tmp_path)}) == 4
+
+
+def test_a_child_runs_this_code_wherever_it_works(foreign_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["recipe", "show", "demo", "-s", "name=a'b", "--json"]
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # "" is the folder in which tests work
+    for command, code in ((child_command(words[:3]), 0), (child_command(words), 2)):
+        done = subprocess.run(command, cwd=foreign_code, capture_output=True, text=True, timeout=60)
+        here = pkmlm(*command[3:], code=code)
+        assert (done.returncode, done.stdout, done.stderr) == (code, here.stdout, here.stderr)
+
+
+def test_a_child_refuses_to_be_of_other_code() -> None:
+    command = child_command(["recipe", "keys"], source="0" * 64)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: the code of pkmlm in ")
+    assert done.stderr.count("\n") == 2
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")

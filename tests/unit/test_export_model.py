@@ -5,6 +5,8 @@ import importlib
 import random
 import shutil
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +15,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file, save_model
 from torch.nn.functional import cross_entropy
+from transformers import DynamicCache
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
@@ -24,6 +28,7 @@ from pkmlm.export.bundle import TOKENIZER as TOKENIZER_CODE
 from pkmlm.export.bundle import bundle
 from pkmlm.export.config import Origin
 from pkmlm.export.folder import read_export, write_export
+from pkmlm.export.tokenization_pkmlm import PkmlmTokenizer
 from pkmlm.kernels import reference
 from pkmlm.kernels.reference import dequantize, quantize
 from pkmlm.memory.base import memories
@@ -112,6 +117,9 @@ class Draws:
             if SPECS[kind]().places(beside=False) == ("ffn",):  # unless that is taken
                 taken = "hash" in kinds or any(kind == other for other in kinds[:number])
                 values["layers"] = self.value(f"layers {taken}", BESIDE if taken else IN_PLACE)
+                values["start"] = values["start"] if taken else "drawn"
+            if kind == "hash":
+                values |= {"start": "drawn", "gate": "none"}
             memories[f"m{number}-{kind}"] = SPECS[kind](kind=kind, **values)
         values = self.values(Model, "model", ("memories",))
         if {"hash", "token"} & {*kinds}:  # they give values of dim
@@ -218,6 +226,15 @@ def test_logits_of_random_recipes(tmp_path, exported):
         for field in fields(section):
             choices = every_choice(get_type_hints(section)[field.name])
             assert {(whole_name(section, field.name), choice) for choice in choices} <= {*seen, *REFUSED}
+
+
+def test_positions_of_another_shape_are_refused(tmp_path, exported):
+    recipe = recipe_of(MODEL)
+    model = exported(tmp_path / "export", unlike_new(build_model(recipe, 600)), recipe)
+    ids_BT = torch.randint(600, (2, 20))
+    for positions in (torch.arange(20).expand(3, 2, 20), torch.arange(19)[None], torch.arange(20)):
+        with pytest.raises(ValueError, match="position_ids"):
+            model(ids_BT, position_ids=positions)
 
 
 @pytest.mark.parametrize("attention", [kind for _, kind in sorted(REFUSED)])
@@ -444,6 +461,46 @@ def test_documents_in_a_row_see_nothing_of_each_other(pair):
     assert torch.equal(theirs(IDS_BT, position_ids=torch.arange(14)[None]).logits, whole)
 
 
+@torch.no_grad()
+def test_documents_in_a_row_with_padding_see_nothing_of_each_other(pair, code):
+    """On the left, on the right, and between two; of other places in each row."""
+    ours, theirs, _ = pair
+    spans = [(0, 0, 5), (0, 7, 11), (0, 11, 14), (1, 3, 9), (1, 9, 13), (2, 0, 3), (2, 3, 10)]
+    mask_BT, position_BT = torch.zeros_like(IDS_BT), torch.ones_like(IDS_BT)
+    for row, start, stop in spans:
+        mask_BT[row, start:stop], position_BT[row, start:stop] = 1, torch.arange(stop - start)
+    inputs = {"attention_mask": mask_BT, "position_ids": position_BT}
+    found_BTV = theirs(IDS_BT * mask_BT, **inputs).logits
+    for row, start, stop in spans:
+        alone_1TV = ours(IDS_BT[row : row + 1, start:stop])
+        torch.testing.assert_close(found_BTV[row : row + 1, start:stop], alone_1TV, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="without a cache"):
+        theirs(IDS_BT * mask_BT, **inputs, use_cache=True)
+    kept = {code.CACHE: theirs(IDS_BT[:, :4], use_cache=True)[code.CACHE]}
+    with pytest.raises(ValueError, match="without a cache"):
+        theirs(IDS_BT[:, 4:8], position_ids=torch.tensor([[4, 5, 0, 1]]), **kept)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_cache_that_holds_half_of_an_interrupted_call_is_refused(pair, code, block):
+    _, theirs, _ = pair
+    expected = theirs(IDS_BT[:, :9]).logits[:, -1]
+    kept = {code.CACHE: theirs(IDS_BT[:, :8], use_cache=True)[code.CACHE]}
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = theirs.model.blocks[block].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        theirs(IDS_BT[:, 10:12], **kept)
+    hook.remove()
+    left_something = block or theirs.model.token_ids
+    with pytest.raises(ValueError, match="interrupted") if left_something else nullcontext():
+        found = theirs(IDS_BT[:, 8:9], **kept).logits[:, -1]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_documents_of_long_sequences_are_ours(tmp_path, exported):
     """With a cache they are told apart by a mask, without one they are read one at a time."""
     recipe = recipe_of(replace(MODEL, context=300, kv_heads=1, smear=True))
@@ -478,6 +535,108 @@ def test_what_transformers_saves_again_is_read(pair, tokenizer, tmp_path):
     back = read_export(tmp_path, CPU)
     assert torch.equal(back.model(IDS_BT), ours(IDS_BT))
     assert back.origin == Origin("tiny", 30, 7680)
+
+
+def cloned(model: Any) -> dict[str, torch.Tensor]:
+    """A state dict as gathering leaves it: without shared tensors."""
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+# How people save a model again; the last is read only if the embedding is the head.
+WAYS: dict[str, Callable[[Any, Path], Any]] = {
+    "gathered": lambda model, path: model.save_pretrained(path, state_dict=cloned(model)),
+    "in shards": lambda model, path: model.save_pretrained(path, state_dict=cloned(model), max_shard_size="20KB"),
+    "a variant": lambda model, path: model.save_pretrained(path, variant="fp32"),
+    "in shards of a variant": lambda model, path: model.save_pretrained(path, variant="fp32", max_shard_size="20KB"),
+    "by safetensors": lambda model, path: save_model(model, path / "model.safetensors"),
+    "wrapped": lambda model, path: save_file(
+        {f"module._orig_mod.{name}": x for name, x in cloned(model).items()}, path / "model.safetensors"
+    ),
+    "of double width": lambda model, path: save_file(
+        {name: x.double() if x.is_floating_point() else x for name, x in cloned(model).items()},
+        path / "model.safetensors",
+    ),
+    "without the head": lambda model, path: model.model.save_pretrained(path),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_whatever_way_a_model_is_saved_again_it_is_read(kind, exported, tokenizer, tmp_path):
+    recipe = recipe_of(KINDS[kind])
+    ours = unlike_new(build_model(recipe, 600))
+    theirs = exported(tmp_path / "export", ours, recipe)
+    expected = ours(IDS_BT)
+    for way, save in WAYS.items():
+        path = tmp_path / way
+        path.mkdir()
+        theirs.config.save_pretrained(path)
+        save(theirs, path)
+        (path / "tokenizer.model").write_bytes(tokenizer.model_bytes)
+        if way == "without the head" and not recipe.model.tie_embeddings:
+            with pytest.raises(UserError, match=r"lm_head\.weight is missing"):
+                read_export(path, CPU)
+        else:
+            assert torch.equal(read_export(path, CPU).model(IDS_BT), expected), way
+    theirs.config.layers = 9000  # told before so many are built
+    theirs.config.save_pretrained(tmp_path / "gathered")
+    with pytest.raises(UserError, match="2 blocks"):
+        read_export(tmp_path / "gathered", CPU)
+    save_file(cloned(theirs), tmp_path / "in shards" / "model.safetensors")
+    with pytest.raises(UserError, match="may be of different models"):
+        read_export(tmp_path / "in shards", CPU)
+
+
+@torch.no_grad()
+def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_told(exported, tokenizer, tmp_path):
+    recipe = recipe_of(KINDS["dense"])
+    theirs = exported(tmp_path, unlike_new(build_model(recipe, 600)), recipe)
+    (tmp_path / "manifest.json").unlink()
+    state = cloned(theirs)
+    for head in (state["lm_head.weight"] + 1, torch.zeros(7, 16)):
+        save_file({**state, "lm_head.weight": head}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=r"lm_head\.weight is not model\.embedding\.weight"):
+            read_export(tmp_path, CPU)
+    save_file({**state, "pkmlm.memory.gate": torch.zeros(())}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"pkmlm\.memory\.gate is not in the model") as told:
+        read_export(tmp_path, CPU)
+    assert "attached" in told.value.hint
+
+
+@pytest.mark.parametrize("kind", ["dense", "token", "mixture"])
+def test_gradient_checkpointing_changes_no_gradient(kind, exported, tmp_path):
+    recipe = recipe_of(replace(KINDS[kind], dropout=0.3))  # whose draws must be the same again
+    theirs = exported(tmp_path / "export", unlike_new(build_model(recipe, 600)), recipe).train()
+    calls: list[int] = []
+    theirs.model.blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        calls.clear()
+        theirs.zero_grad()
+        torch.manual_seed(3)
+        theirs(IDS_BT, labels=IDS_BT).loss.backward()
+        return {name: each.grad.clone() for name, each in theirs.named_parameters()}
+
+    expected = gradients()
+    assert len(calls) == 1
+    for reentrant in (False, True):
+        theirs.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        found = gradients()
+        assert len(calls) == 2  # in the backward pass again
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    with pytest.raises(ValueError, match="cache"):
+        theirs(IDS_BT, past_key_values=DynamicCache())
+    theirs.generation_config.eos_token_id = None
+    assert theirs.generate(IDS_BT[:1], max_new_tokens=3).shape == (1, 17)  # in training mode, with a cache
+
+
+def test_offsets_are_refused_rather_than_left_out(tokenizer, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer.model_bytes)
+    theirs = PkmlmTokenizer(str(tmp_path / "tokenizer.model"))
+    for text in ("It was", ["It was", "a night"]):
+        with pytest.raises(NotImplementedError, match="offsets"):
+            theirs(text, return_offsets_mapping=True)
+        assert theirs(text).keys() == {"input_ids", "attention_mask"}
 
 
 @torch.no_grad()

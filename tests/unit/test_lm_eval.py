@@ -1,19 +1,28 @@
 """The model that lm_eval sees: a bigram whose probabilities are known, and what goes wrong around it."""
 
 import math
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
 from torch import nn
 
+from pkmlm.environment import work_offline_without_hub
 from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import documents_of_texts
-from pkmlm.evaluate.lm_eval import PkmLM
+from pkmlm.evaluate.lm_eval import PkmLM, score_tasks
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import score
+from pkmlm.evaluate.tasks import load_tasks
+from tests.conftest import ROOT
+from tests.task_rows import write_rows
 
 
 class Bigram(nn.Module):
@@ -115,6 +124,22 @@ def test_a_token_that_spans_the_join_is_scored(run, adapter):
         assert after
 
 
+def test_requests_are_counted_in_which_a_token_spans_the_join(adapter, novels):
+    """These, and no others, lm-eval's own models encode as something else."""
+    text = (novels / "test.txt").read_text()[:300]
+    pairs = [(text[:place], text[place : place + 9]) for place in range(1, len(text) - 9)]
+    differ = []
+    for pair in pairs:
+        theirs = TemplateLM._encode_pair(adapter, *pair)
+        differ.append((theirs[0] or [adapter.prefix_token_id], theirs[1]) != adapter._encode_pair(*pair))
+    assert 20 < sum(differ) < len(pairs) - 20
+    adapter.loglikelihood(ask("loglikelihood", *pairs, ("", "He"), ("He", ""), task="some"))
+    for task, found in (("apart", False), ("joined", True)):
+        asked = [pair for pair, differs in zip(pairs, differ, strict=True) if differs == found][:20]
+        adapter.loglikelihood(ask("loglikelihood", *asked, task=task))
+    assert adapter.spanning == {"some": sum(differ), "apart": 0, "joined": 20}
+
+
 def test_requests_beyond_the_context_are_cut_and_counted(run, adapter):
     short, long = ("He", " went"), ("He went away and then came back again to the house", " and slept")
     found = adapter.loglikelihood(ask("loglikelihood", short, long, task="one"))
@@ -213,11 +238,61 @@ def test_lm_eval_builds_it_from_its_arguments(trained):
     assert model.get_model_info()["model_dtype"] == "torch.float32"
 
 
+def test_lm_evals_own_command_takes_rows_from_a_folder(trained, tmp_path, monkeypatch):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from pkmlm.cli.lm_eval import register, take_rows_from
+
+    folder = write_rows(tmp_path / "rows")
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lm_eval.simple_evaluate, raising=False)  # put back afterwards
+    register()
+    take_rows_from(folder)
+    given = {"model": "pkmlm", "model_args": {"run": str(trained("dense"))}, "bootstrap_iters": 0}
+    given["task_manager"] = TaskManager(include_defaults=False)  # the index takes seconds
+    found = lm_eval.simple_evaluate(tasks=["piqa"], num_fewshot=None, **given)["results"]["piqa"]
+    run = load_run(trained("dense"), "latest")
+    ours, _ = score_tasks(run, load_tasks("piqa", folder, None))
+    assert found["acc,none"] == ours["tasks"]["piqa"]["acc"]
+    assert found["acc_norm,none"] == ours["tasks"]["piqa"]["acc_norm"]
+    for wrong, says in (({"tasks": [{"task": "mine"}]}, "names a file"), ({"num_fewshot": 2}, "needs 2 few-shot")):
+        with pytest.raises(UserError, match=says):
+            lm_eval.simple_evaluate(**{"tasks": ["piqa"], "num_fewshot": None, **given, **wrong})
+
+
+@pytest.mark.parametrize(("up", "before", "after"), [(True, None, None), (False, None, "1"), (False, "0", "0")])
+def test_without_the_hub_its_library_is_told_to_work_offline(up, before, after, monkeypatch):
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("HF_HUB_OFFLINE") if before is None else monkeypatch.setenv("HF_HUB_OFFLINE", before)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        if not up:
+            server.close()
+        work_offline_without_hub()
+    assert os.environ.get("HF_HUB_OFFLINE") == after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [True, False])
+def test_lm_evals_own_command_ends_in_a_line_without_a_network(rows, trained, tmp_path):
+    folder = ["--task-data", write_rows(tmp_path / "rows")] if rows else []
+    words = ["run", "--model", "pkmlm", "--model_args", f"run={trained('dense')}", "--tasks", "piqa", *folder]
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | nowhere
+    command = [sys.executable, "-m", "pkmlm.cli.lm_eval", *map(str, words)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    if rows:
+        assert "|piqa" in done.stdout
+    else:
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert done.stderr.splitlines()[-2].startswith("error: ")
+
+
 def test_the_entry_point_names_the_adapter():
     import importlib
     import re
-
-    from tests.conftest import ROOT
 
     module, name = re.search(
         r'"lm_eval\.models": \["pkmlm = ([\w.]+):(\w+)"\]', (ROOT / "setup.py").read_text()

@@ -56,6 +56,30 @@ def test_a_long_line_is_not_broken_where_there_is_no_terminal(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == [line, f"warning: step 0: {line}"]
 
 
+def test_a_terminal_that_cannot_move_its_cursor_gets_the_lines_of_a_pipe(tmp_path, write_recipe, ranks):
+    """TERM=dumb is Emacs' shell, and that of many a build server."""
+    recipe, data = write_recipe(tmp_path, "dense"), ["-s", f"name={'long' * 20}"]
+    (tmp_path / "grid.yaml").write_text("base: dense.yaml\naxes: {width: {16: {model.dim: 16}, 32: {}}}\n")
+    commands = {
+        "train": ["train", recipe, "-o", tmp_path / "{}", *data],
+        "eval": ["eval", tmp_path / "{}"],
+        "sweep": ["sweep", tmp_path / "grid.yaml", "--dry-run", "-s", "train.steps=2"],
+    }
+    for name, command in commands.items():
+        lines = {}
+        for term in ("dumb", "xterm"):
+            said, words = tmp_path / f"{name}-{term}", [str(word).format(term) for word in command]
+            ranks.run(1, "command_on_terminal", words=words, term=term, said=said)
+            lines[term] = said.read_text()
+        assert "\x1b" in lines["xterm"], "a terminal that is one has moving lines"
+        shown = lines["dumb"].replace("\r\n", "\n")
+        assert not {"\x1b", "\r"} & set(shown)
+        (piped,) = ranks.pkmlm(1, *(str(word).format("piped") for word in command))
+        assert [line.split("  ")[0] for line in shown.splitlines()] == [
+            line.split("  ")[0].replace("piped", "dumb") for line in piped.stderr.splitlines()
+        ]
+
+
 def test_what_is_done_between_two_steps_is_shown_meanwhile(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     with TrainingLog(tmp_path, "x", 4, Log()) as log:

@@ -1,11 +1,16 @@
 """Memories against their equations, and against the defects that other implementations were found to have."""
 
+import copy
 import inspect
 import pydoc
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from pkmlm.measure.counters import UsageCounters
 from pkmlm.memory.flat_key.layer import FlatKeyMemory
@@ -20,6 +25,8 @@ from pkmlm.memory.product_key.layer import ProductKeyMemory
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.table import Pool, Values
+from pkmlm.memory.token.layer import TokenMemory
+from pkmlm.memory.tokens import TokenIds
 
 SIZES = {"num_keys": 6, "heads": 3, "topk": 5, "key_dim": 8}
 
@@ -149,10 +156,63 @@ def test_hash_layers_refuse_an_output_without_width():
         HashLayer(12, 0, bits=4)
 
 
-@pytest.mark.parametrize("width", [4, 16])
-def test_a_hash_layer_refuses_inputs_of_another_width(width):
-    with pytest.raises(RuntimeError):
-        HashLayer(8, 7, bits=4)(torch.zeros(2, 4, width))
+READERS = {  # of the stream, and of the tokens
+    **{name: (make, ()) for name, make in LAYERS.items() if name != "block"},
+    "ngram": (lambda: NGramMemory(10, orders=(1, 2), heads=1, rows=31, row_dim=4), (3,)),
+    "token": (lambda: TokenMemory(10, vocab_size=20, into="values", heads=2), (3,)),
+}
+
+
+def read(layer, x, tokens=()):
+    """The layer's output for a stream, and for tokens if it reads these."""
+    pasts = [TokenIds(20, [layer.spec.lookback])(torch.full(x.shape[:2], each), None, None) for each in tokens]
+    return layer(x, *pasts)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_a_layer_cannot_take_is_told_with_its_name(name):
+    make, tokens = READERS[name]
+    layer = make()
+    layer.tap.layer, layer.tap.name = 3, "facts"
+    for x in (torch.zeros(2, 4, 2 * layer.dim), torch.zeros(2, 4, layer.dim - 1)):
+        with pytest.raises(ValueError, match=rf"layer 3 facts: the input is .*{x.shape[-1]}.*{layer.dim}\)"):
+            read(layer, x, tokens)
+    x = torch.zeros(2, 4, layer.dim)
+    works = nullcontext() if name in ("hash", "ngram") else None  # these take half precision
+    with works or pytest.raises(ValueError, match=r"layer 3 facts: the input is in torch\.bfloat16"):
+        read(layer, x.bfloat16(), tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert read(layer, x.bfloat16(), tokens).isfinite().all()
+    with works or pytest.raises(ValueError, match=r"layer 3 facts: .* is in torch\.bfloat16 \(expected torch.float32"):
+        read(layer.bfloat16(), x, tokens)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_layer_says_how_large_it_is(name):
+    layer = READERS[name][0]()
+    said = re.findall(r"=(\d+)", repr(layer).split("layer 1 ")[1].splitlines()[0])
+    weights = sum(parameter.numel() for parameter in layer.parameters())
+    assert [*map(int, said)] == [layer.tap.slots, layer.tap.heads, layer.reads // layer.tap.heads, weights]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", READERS)
+def test_a_forward_that_checkpointing_repeats_counts_once(name, reentrant):
+    make, tokens = READERS[name]
+    one = make()
+    other, x = copy.deepcopy(one), torch.randn(2, 12, one.dim)
+    for layer, run in ((one, read), (other, partial(checkpoint, read, use_reentrant=reentrant))):
+        with UsageCounters(layer) as reads, ThreadPoolExecutor(1) as another:  # as a backward pass on a GPU runs in one
+            loss = run(layer, x.clone().requires_grad_(), tokens).square().sum()
+            another.submit(loss.backward).result()
+            run(layer, x.clone().requires_grad_(), tokens)  # counts again
+        (layer.found,) = reads.memories()
+    assert one.found.tokens == other.found.tokens == 48
+    assert (one.found.counts_HK == other.found.counts_HK).all()
+    for (path, tensor), again in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(tensor, again), path
+    for parameter, again in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, again.grad)
 
 
 def test_a_hash_layer_maps_a_batch_without_tokens():

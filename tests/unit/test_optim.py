@@ -9,6 +9,7 @@ import torch
 
 from pkmlm.device import autocast
 from pkmlm.distributed import ProcessGroups
+from pkmlm.errors import UserError
 from pkmlm.memory import table as values_module
 from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.key_spec import KeyedOptim, KeysOptim
@@ -271,6 +272,57 @@ def test_a_step_of_row_adam_uses_up_the_gradient():
         assert table.gradient.dense().tolist() == [[0, 0], [1, 1], [0, 0]]
         optimizer.step()
         table.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [RowAdam, RowSGD])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_scaled_gradients_are_refused_and_those_of_a_scaler_that_is_off_are_not(kind, unscaled):
+    """As a network's own parameters have, `.grad` may have zeros, in which a scaler finds nothing (as under DDP)."""
+    for enabled in (True, False):
+        table, scaler = table_of(torch.ones(4, 2)), torch.amp.GradScaler("cpu", enabled=enabled)
+        optimizer = kind([table], lr=0.1)
+        scaler.scale(table(torch.tensor([[1]]), torch.ones(1, 1)).sum()).backward()
+        table.weight_KD.grad = torch.zeros(4, 2)
+        if unscaled:
+            scaler.unscale_(optimizer)
+        if enabled:
+            with pytest.raises(UserError, match="scaled"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        assert bool((table.weight_KD[1] == 1).all()) == enabled
+
+
+def test_a_table_whose_weights_were_replaced_is_not_trained_as_if_it_were_the_old_one():
+    table = table_of(torch.ones(4, 2))
+    optimizer = RowAdam([table])
+    table.weight_KD = torch.nn.Parameter(torch.ones(6, 2))  # as by more rows for new tokens
+    read(table, [5], torch.ones(1, 2))
+    with pytest.raises(ValueError, match="replaced"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [RowAdam, RowSGD])
+def test_a_saved_optimizer_goes_on_to_the_bit(kind, tmp_path):
+    def trained(table: Values, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            for part in range(2):  # accumulation
+                draw = torch.Generator().manual_seed(10 * step + part)
+                read(table, [step % 3, 5], torch.randn(2, 4, generator=draw))
+            optimizer.step()
+
+    whole = table_of(torch.ones(6, 4))
+    trained(whole, kind([whole], lr=0.1), range(6))
+    first = table_of(torch.ones(6, 4))
+    optimizer = kind([first], lr=0.1)
+    trained(first, optimizer, range(3))
+    torch.save([first.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
+    table = table_of(torch.zeros(6, 4))
+    optimizer = kind([table], lr=0.5)
+    for each, state in zip((table, optimizer), torch.load(tmp_path / "checkpoint.pt"), strict=True):
+        each.load_state_dict(state)
+    trained(table, optimizer, range(3, 6))
+    assert torch.equal(table.weight_KD, whole.weight_KD)
 
 
 @pytest.mark.parametrize("tables", [None, replace(HASHED, optim=EveryRowOptim(clip=0))])

@@ -73,10 +73,10 @@ def written(folder, splits):
     about = {}
     for split, ids in splits.items():
         ids[:, -1] = 1
-        stream = TokenStream([ids.astype("<u2").ravel()], Tally(documents=len(ids)), [])
+        stream = TokenStream([ids.astype("<u2").ravel()], Tally(documents=len(ids)), [], None)
         about[split] = write_tokens(folder, split, stream, 1)
     (folder / "tokenizer.model").touch()
-    Index("uint16", 290, 1, hashlib.sha256().hexdigest(), None, about, {}).write(folder)
+    Index("uint16", 290, 1, 1, hashlib.sha256().hexdigest(), None, about, {}).write(folder)
     return opened(folder, splits)
 
 

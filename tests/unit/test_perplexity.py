@@ -2,6 +2,7 @@
 
 import math
 import re
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,39 @@ def test_splits_and_texts_count_as_the_harness_does(tokens: Path, novels: Path):
         assert documents.words == len(re.split(r"\s+", text))
         assert documents.bytes == len(text.encode())
     assert [ids.tolist() for ids in of_split.ids] == [ids.tolist() for ids in of_text.ids]
+
+
+def peak_of(work):
+    """The most bytes that Python and numpy hold at a time."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_document_is_never_held_whole(tokens, novels, tmp_path):
+    """Neither its text nor its tokens, which take more as int64."""
+    tokenizer, path = open_tokenizer(tokens), tmp_path / "long.txt"
+    text = ((novels / "train.txt").read_text() * 50)[:6_000_000]
+    path.write_text(text, newline="")
+    pkmlm("tokenize", path, "-o", tmp_path / "split", "--tokenizer", tokens / "tokenizer.model", "-q")
+    corpus = open_split(tmp_path / "split", "train", tokenizer)
+
+    def scored(read):
+        documents = read()
+        count = sum(len(each.targets) for ids in documents.ids for each in windows(ids, tokenizer.eos, 32, 32))
+        assert documents.tokens == count == corpus.tokens - 1
+        assert documents.bytes == path.stat().st_size
+
+    peaks = [
+        peak_of(lambda: scored(lambda: documents_of_text(str(path), tokenizer))),
+        peak_of(lambda: scored(lambda: documents_of_split(corpus, tokenizer))),
+    ]
+    assert 8 * corpus.tokens > 16e6
+    assert peaks[0] < 12e6, "a few batches of a million characters"
+    assert peaks[1] < 4e6, "and blocks of which a sha256 is taken"
 
 
 def test_the_first_tokens_of_a_split(tokens: Path):

@@ -20,7 +20,20 @@ from pkmlm.memory.spec import SpecError
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import bind, load_recipe
 from pkmlm.recipe.nodes import parse
-from pkmlm.recipe.schema import Data, Eval, Model, Optim, Recipe, Train, dump_recipe, flatten, json_schema, list_keys
+from pkmlm.recipe.other_names import OTHER_NAMES
+from pkmlm.recipe.schema import (
+    Data,
+    Eval,
+    Model,
+    Optim,
+    Recipe,
+    Train,
+    dump_recipe,
+    flatten,
+    json_schema,
+    key_names,
+    list_keys,
+)
 from pkmlm.recipe.warnings import random_weights_warning, warmup_warnings
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -139,6 +152,55 @@ def test_what_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str | by
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("optim.optimizer", "optim.matrices"),
+        ("optim.muon_lr", "optim.muon.lr"),
+        ("optim.muon.learning_rate", "optim.muon.lr"),
+        ("optim.learning_rate", "optim.lr"),
+        ("optim.beta2", "optim.betas"),
+        ("optim.min_lr", "optim.final_lr"),
+        ("optim.max_grad_norm", "optim.clip"),
+        ("model.n_layers", "model.layers"),
+        ("model.num_hidden_layers", "model.layers"),
+        ("model.hidden_size", "model.dim"),
+        ("model.embed_dim", "model.dim"),
+        ("model.num_attention_heads", "model.heads"),
+        ("model.ffn_hidden", "model.ffn_dim"),
+        ("model.max_position_embeddings", "model.context"),
+        ("model.block_size", "model.context"),
+        ("model.activation", "model.ffn"),
+        ("model.memory.kind", "model.memories"),
+        ("model.ngram", "model.memories"),
+        ("train.lr", "optim.lr"),
+        ("train.batch_size", "train.batch_tokens"),
+        ("train.warmup_steps", "optim.warmup_steps"),
+        ("train.save_every", "checkpoint.every"),
+        ("eval.steps", "eval.every"),
+        ("data.path", "data.dir"),
+        ("steps", "train.steps"),
+        ("optimizer.lr", "optim"),
+        ("model.memories.pkm.lr", "model.memories.pkm.optim.lr"),
+        ("model.memories.pkm.k", "model.memories.pkm.topk"),
+        ("model.memories.pkm.optim.learning_rate", "model.memories.pkm.optim.lr"),
+    ],
+)
+def test_a_key_by_its_name_elsewhere_leads_to_the_key_of_today(recipe_file: Path, typed: str, meant: str) -> None:
+    hint = error_of(recipe_file, f"{typed}=1").message.partition("did you mean ")[2]
+    assert re.split(r" or |\?", hint)[0] == meant
+
+
+def test_every_other_name_leads_to_a_key_that_there_is(recipe_file: Path) -> None:
+    keys = [*key_names(Recipe), *key_names(ProductKeySpec, "model.memories.pkm.")]
+    for end, names in OTHER_NAMES.items():
+        (*_, key) = [key for key in keys if f".{key}".endswith(f".{end}")]
+        section = key.rpartition(".")[0]
+        for name in names.split():
+            said = error_of(recipe_file, f"{section}.{name}=1").message
+            assert any(each in said for each in keys if f".{each}".endswith(f".{end}")), said
+
+
+@pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("model.heads=7", "model.heads: 7 heads do not divide model.dim 256"),
@@ -227,7 +289,7 @@ KEYED, TABLES, NGRAMS = "kind: product-key, layers: 2", "kind: hash", "kind: ngr
         (f"{NGRAMS}, rows: 65536", ".rows: found 65536 (expected a prime, such as 65537, or 1)"),
         (f"{NGRAMS}, rows: 0", ".rows: found 0 (expected 1 or more)"),
         (f"{NGRAMS}, rows: 1073741827", ".rows: 16 tables of 1073741827 rows (expected at most 2^31 rows"),
-        (f"{NGRAMS}, fusion: add", ".row_dim: found 24, but fusion add adds rows (expected 64)"),
+        (f"{NGRAMS}, fusion: add, row_dim: 24", ".row_dim: found 24, but fusion add adds rows (expected null, or 64)"),
     ],
 )
 def test_a_memory_has_the_keys_of_its_kind_and_they_fit(tmp_path: Path, memory: str, expected: str) -> None:
@@ -336,6 +398,26 @@ def test_memory_layers_as_the_paper_spreads_them() -> None:
     assert list(layers(6, "5+", "2").items()) == [(2, ("ffn",)), (5, ("beside",))]
     with pytest.raises(SpecError, match="from 1 to 6"):
         layers(6, "7")
+
+
+def test_a_dense_twin_is_named_as_one(recipe_file: Path) -> None:
+    """Wherever its memories are dropped, one by one or together, unless it has a name of its own."""
+    heir = recipe_file.with_name("heir.yaml")
+
+    def name(own: str, *overrides: str) -> str:
+        heir.write_text(f"base: {recipe_file.name}\n{own}\n")
+        return load_recipe(heir, overrides).name
+
+    drop, dropped = "model.memories=null", "model: {memories: null}"
+    memories = [f"model.memories.{each}=null" for each in load_recipe(recipe_file).model.memories]
+    assert name("") == "small"
+    assert [name("", drop), name("", *memories), name(dropped)] == ["small-dense"] * 3
+    assert [name("", drop, "name=mine"), name("", "name=mine", drop), name(f"name: mine\n{dropped}")] == ["mine"] * 3
+    assert name("name: mine", drop) == "mine-dense"
+    assert name(dropped, "optim.lr=1e-3", drop) == "small-dense", "its base has no memory to drop"
+    assert name(f"name: {'n' * 100}", drop) == "n" * 94 + "-dense"
+    heir.write_text("name: plain\nmodel: {dim: 32}\n")
+    assert load_recipe(heir, [drop]).name == "plain"
 
 
 def test_overrides_come_last_and_the_last_wins(recipe_file: Path) -> None:
@@ -576,6 +658,20 @@ def test_a_home_folder_is_found(recipe_file: Path, monkeypatch: pytest.MonkeyPat
     heir = recipe_file.with_name("heir.yaml")
     heir.write_text(f"base: ~/{recipe_file.name}\n")
     assert load_recipe(heir).model == load_recipe(recipe_file).model
+
+
+def test_a_long_chain_of_bases_and_a_deep_override_are_refused_in_one_line(tmp_path: Path) -> None:
+    def chain(length: int) -> Path:
+        for number in range(length):
+            (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
+        (tmp_path / f"{length}.yaml").write_text("name: last\n")
+        return tmp_path / "0.yaml"
+
+    assert load_recipe(chain(32)).name == "last"
+    for length in (33, 3000):
+        assert "more than 32 bases" in error_of(chain(length)).message
+    deep = f"model.memories.{'a.' * 3000}b=1"
+    assert "key=value" in error_of(tmp_path / "3000.yaml", deep, deep).message
 
 
 def test_a_folder_with_the_name_of_a_recipe_is_no_base(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_gradient_that_keeps_some_rows_is_zero_in_the_others(folded):
     torch.testing.assert_close(gradient.dense(), expected)
     assert float(gradient.norm()) == pytest.approx(float(expected.norm()))
     for each in (backend.of(x), reference):  # with no row left, too
-        none = each.sort_reads(slots[0], weights, 20).only(torch.zeros(20, dtype=torch.bool))
+        none = each.only(each.sort_reads(slots[0], weights, 20), torch.zeros(20, dtype=torch.bool))
         assert each.segment_sum(x, none).shape == (0, 8)
         assert float(each.squared_norm(x, none)) == 0.0
     gradient.clear()

@@ -15,7 +15,7 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.loss_scale import LossScale
-from pkmlm.train.step import MOST_SKIPS, TrainState, train_step
+from pkmlm.train.step import MOST_SKIPS, TrainState, queue_step, train_step
 from pkmlm.train.validation import recalibrate
 
 
@@ -137,6 +137,62 @@ def test_a_loss_that_is_not_finite_ends_training_before_the_update(recipe, preci
     assert caught.value.exit_code == 3
     for name, parameter in state.model.named_parameters():
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num()), name
+
+
+def moments(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in state.tensors()[1].items()}
+
+
+@pytest.mark.parametrize("kind", ["mixed", "modern"])
+def test_a_step_without_a_wait_is_the_same_step(tmp_path, write_recipe, kind):
+    """To the bit, or with Muon, which adds up in another way, to rounding."""
+    recipe = load_recipe(write_recipe(tmp_path, kind), ["optim.clip=0.5", "model.memories.pkm.query_norm=layer"])
+    waiting, going_on = state_of(recipe), state_of(recipe)
+    going_on.waits = False
+    queued = [queue_step(going_on, step) for step in (1, 2, 3)]
+    assert [each.result() for each in queued[:1]] == [train_step(waiting, 1)]
+    for step in (2, 3):
+        result = train_step(waiting, step)
+        assert queued[step - 1].result().loss == pytest.approx(result.loss, rel=1e-5)
+        assert queued[step - 1].result().norms == pytest.approx(result.norms, rel=1e-5)
+    close = {"rtol": 1e-3, "atol": 1e-6} if kind == "modern" else {"rtol": 0, "atol": 0}
+    for found, expected in ((weights(going_on), weights(waiting)), (moments(going_on), moments(waiting))):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], **close, msg=name)
+
+
+@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("optimizer", ["row-adam", "row-sgd"])
+def test_without_a_wait_nothing_changes_from_the_step_that_diverged_on(tmp_path, write_recipe, optimizer, where):
+    """Whichever group it diverged in: dense, Muon's matrices, the values; and whether or not its moments exist."""
+    recipe = load_recipe(write_recipe(tmp_path, "modern"), [f"model.memories.pkm.optim.optimizer={optimizer}"])
+    state = state_of(recipe)
+    state.waits = False
+    first = 1 if where == 3 else 2
+    for step in range(1, first):
+        queue_step(state, step)
+    before = weights(state), moments(state)
+    group = state.param_groups[where % 3]
+
+    def bad(grad: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(grad, float("nan"))
+
+    if gradients := group.row_gradients:
+        gradients[0].add = lambda x, *reads: RowGradient.add(gradients[0], bad(x), *reads)
+        diverged = queue_step(state, first)
+        del gradients[0].add
+    else:
+        hook = next(iter(group.parameters.values())).register_hook(bad)
+        diverged = queue_step(state, first)
+        hook.remove()
+    after = queue_step(state, first + 1)
+    assert math.isfinite(after.result().loss)
+    with pytest.raises(UserError, match=f"diverged at step {first}: .*norm of {group.name} not finite") as caught:
+        diverged.result()
+    assert caught.value.exit_code == 3
+    for found, expected in zip((weights(state), moments(state)), before, strict=True):
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "row-adam"), ("fp16", "adam")])

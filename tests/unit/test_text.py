@@ -1,9 +1,11 @@
 """Reading text: what comes out is what was stored, however it is wrapped; faults are named and placed."""
 
+import bz2
 import gzip
 import hashlib
 import itertools
 import json
+import lzma
 import os
 import random
 import re
@@ -11,7 +13,9 @@ import shlex
 import tempfile
 from collections import Counter
 
+import datasets
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -28,8 +32,8 @@ from pkmlm.data.text import (
     Tally,
     chunks_of,
     cut,
+    parquet_rows,
     read_chunks,
-    read_documents,
     split_documents,
     unescape,
     within,
@@ -40,9 +44,20 @@ TRICKY = "\ufeffone\r\ntwo\rthree\x00\u2028four\x0bfive\x85\n\n  six\t\u2581seve
 
 
 def documents(path, separator=None, field="text", format=None):
+    """The documents of a file that are not empty."""
     (source,) = find_sources([str(path)], format)
     with source.open() as stream:
-        return list(read_documents(stream, separator, field))
+        return joined(read_chunks(stream, separator, field))
+
+
+def joined(chunks):
+    found, parts = [], []
+    for text, ends_document, _ in chunks:
+        parts.append(text)
+        if ends_document:
+            found.append("".join(parts))
+            parts = []
+    return [text for text in found if text]
 
 
 def pieces(text, places):
@@ -117,7 +132,7 @@ def test_separators_are_typed_with_escapes(typed, meant):
     assert unescape(typed) == meant
 
 
-@pytest.mark.parametrize("typed", ["", r"\d", r"\é", r"\\\…", r"\x1", r"\ud800", r"\U00110000"])
+@pytest.mark.parametrize("typed", ["", r"\d", r"\x1", r"\ud800", r"\U00110000"])
 def test_a_separator_that_means_nothing_is_refused(typed):
     with pytest.raises(UserError, match="--separator"):
         unescape(typed)
@@ -213,6 +228,14 @@ def gzipped(data):
     return gzip.compress(data[:7]) + gzip.compress(data[7:])  # two members, as `cat a.gz b.gz` makes
 
 
+def bzip2_streams(data):
+    return bz2.compress(data[:7]) + bz2.compress(data[7:])
+
+
+def xz_streams(data):
+    return lzma.compress(data[:7]) + bytes(8) + lzma.compress(data[7:]) + bytes(4)  # filled up with NUL, as it may be
+
+
 def zstandard_frames(data):
     press = zstandard.ZstdCompressor()
     return press.compress(data[:7]) + press.compress(data[7:])
@@ -229,6 +252,7 @@ def zstandard_of_a_long_window(data):
     ("suffix", "press"),
     [
         *(("", bytes), (".gz", gzipped), (".zst", zstandard_frames), ("", gzipped), ("", zstandard_frames)),
+        *((".bz2", bzip2_streams), (".xz", xz_streams), ("", bzip2_streams), ("", xz_streams)),
         (".zst", zstandard_of_a_long_window),
     ],
 )
@@ -238,17 +262,21 @@ def test_nothing_in_a_text_is_changed_but_a_byte_order_mark_at_its_beginning(tmp
     path.write_bytes(press(TRICKY.encode() * 50_000))
     (source,) = find_sources([str(path)])
     with source.open() as stream:
-        assert list(read_documents(stream)) == [(TRICKY * 50_000)[1:]]
+        assert joined(read_chunks(stream)) == [(TRICKY * 50_000)[1:]]
     assert stream.count == path.stat().st_size
     assert stream.digest.hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(("suffix", "press"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+@pytest.mark.parametrize(
+    ("suffix", "press"),
+    [("gz", gzip.compress), ("zst", zstandard.compress), ("bz2", bz2.compress), ("xz", lzma.compress)],
+)
 def test_damaged_compression_is_named(tmp_path, suffix, press):
-    whole = press(os.urandom(5000).hex().encode(), 1)
+    whole = press(os.urandom(5000).hex().encode())
     path = tmp_path / f"a.txt.{suffix}"
     damages = [whole[:-1], whole[: len(whole) // 2], whole[:3], b"", b"plain text", whole + b"tail"]
-    if suffix == "gz":  # zstd adds no checksum unless it is asked to
+    damages.append(whole + whole[:-9])  # in the second part, of several
+    if suffix != "zst":  # zstd adds no checksum unless it is asked to
         damages.append(whole[:2000] + bytes([whole[2000] ^ 4]) + whole[2001:])
     for data in damages:
         path.write_bytes(data)
@@ -256,10 +284,14 @@ def test_damaged_compression_is_named(tmp_path, suffix, press):
             documents(path)
 
 
-def test_a_decompression_bomb_comes_in_bounded_blocks(tmp_path):
-    path = tmp_path / "a.txt.zst"
-    path.write_bytes(zstandard.compress(bytes(80 << 20)))
-    assert path.stat().st_size < 16 << 10
+@pytest.mark.parametrize(
+    ("suffix", "press"),
+    [("gz", gzip.compress), ("zst", zstandard.compress), ("bz2", bz2.compress), ("xz", lzma.compress)],
+)
+def test_a_decompression_bomb_comes_in_bounded_blocks(tmp_path, suffix, press):
+    path = tmp_path / f"a.txt.{suffix}"
+    path.write_bytes(press(bytes(80 << 20)))
+    assert path.stat().st_size < 90_000
     with find_sources([str(path)])[0].open() as stream:
         sizes = [len(block) for block in stream.blocks()]
     assert sum(sizes) == 80 << 20
@@ -302,7 +334,6 @@ def test_json_lines(tmp_path):
     ("line", "message"),
     [
         (b'{"text": "a"', "not valid JSON"),
-        (b'{"text": "a", "b": {}, "text": "c"}', "found the key 'text'"),
         (b"[1]", r"found \[1\]"),
         (b'{"body": "a"}', "no key 'text' \\(found 'body'\\)"),
         (b'{"text": 3}', "'text' is 3"),
@@ -319,6 +350,37 @@ def test_a_bad_json_line_is_named(tmp_path, line, message):
         documents(path)
 
 
+NESTED = [{"doc": {"text": "a", "meta": {"body": "b"}}, "n": 1}, {"doc": None}, {"doc": {"text": None, "meta": None}}]
+
+
+def test_a_field_may_lie_within_another(tmp_path):
+    """In each format with fields; where one above it is null, the document is empty."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in NESTED))
+    table = pa.Table.from_pylist(NESTED)
+    pq.write_table(table, tmp_path / "a.parquet")
+    write_arrow(tmp_path / "a.arrow", table)
+    for name in ("a.jsonl", "a.parquet", "a.arrow"):
+        path = tmp_path / name
+        with find_sources([str(path)])[0].open() as stream:
+            assert [chunk.text for chunk in read_chunks(stream, field="doc.text")] == ["a", "", ""], name
+        assert documents(path, field="doc.meta.body") == ["b"]
+        for field, found in (("doc.body", "'doc.text', 'doc.meta'"), ("body.text", "'doc', 'n'")):
+            with pytest.raises(UserError, match=rf"no (key|column) '{field}' \(found {found}"):
+                documents(path, field=field)
+        for field in ("doc", "doc.meta", "n.text"):
+            with pytest.raises(UserError, match=re.escape(str(path))):
+                documents(path, field=field)
+
+
+def test_a_field_with_a_dot_in_its_name_is_itself(tmp_path):
+    rows = [{"doc.text": "whole", "doc": {"text": "inner"}}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    write_arrow(tmp_path / "a.arrow", pa.Table.from_pylist(rows))
+    for name in ("a.jsonl", "a.parquet", "a.arrow"):
+        assert documents(tmp_path / name, field="doc.text") == ["whole"]
+
+
 def test_null_is_an_empty_document(tmp_path):
     rows = ["a", None, "", "b"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
@@ -327,7 +389,9 @@ def test_null_is_an_empty_document(tmp_path):
         assert documents(tmp_path / name) == ["a", "b"]
         (source,) = find_sources([str(tmp_path / name)])
         with source.open() as stream:
-            assert list(read_chunks(stream)) == [(text or "", True) for text in rows], "the null is counted as empty"
+            assert list(read_chunks(stream)) == [(text or "", True, True) for text in rows], (
+                "the null is counted as empty"
+            )
     write_parquet(tmp_path / "none.parquet", [None, None])
     assert documents(tmp_path / "none.parquet") == []
 
@@ -386,6 +450,70 @@ def test_bad_parquet_is_named(tmp_path):
         refused("not a complete parquet file")
 
 
+@pytest.mark.parametrize("texts", [["x" * (1 << 20)] * 64, [f"{i}" * (1 << 20) for i in range(9)]])
+def test_rows_of_any_size_are_read_a_few_at_a_time(tmp_path, monkeypatch, texts):
+    """A text that repeats is stored once."""
+    monkeypatch.setattr("pkmlm.data.text.ROWS_BYTES", 2 << 20)
+    write_parquet(tmp_path / "a.parquet", texts)
+    sizes = []
+
+    def seen(*given):
+        for columns, share in parquet_rows(*given):
+            sizes.extend(rows.nbytes for rows in columns)
+            yield columns, share
+
+    monkeypatch.setattr("pkmlm.data.text.parquet_rows", seen)
+    assert documents(tmp_path / "a.parquet") == texts
+    assert max(sizes) <= 2 << 20
+
+
+# Arrow
+
+
+def write_arrow(path, table, new=pa.ipc.new_stream):
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=300)
+
+
+def test_arrow(tmp_path):
+    """As `datasets` writes it (a stream), with an index (Feather), and compressed within."""
+    rows = [f"{TRICKY}{i}" * (i % 5) for i in range(1000)]
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        table = pa.table({"id": range(1000), "text": pa.array(rows, kind)})
+        for new in (pa.ipc.new_stream, pa.ipc.new_file):
+            write_arrow(tmp_path / "a.arrow", table, new)
+            assert documents(tmp_path / "a.arrow") == [row for row in rows if row]
+    pa.feather.write_feather(pa.table({"text": rows}), tmp_path / "b.arrow", compression="zstd")
+    (tmp_path / "c.arrow.gz").write_bytes(gzip.compress((tmp_path / "a.arrow").read_bytes()))
+    for name in ("b.arrow", "c.arrow.gz"):
+        with find_sources([str(tmp_path / name)])[0].open() as stream:
+            assert [chunk.text for chunk in read_chunks(stream) if chunk.ends_document] == rows
+        assert stream.digest.hexdigest() == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+
+
+def test_bad_arrow_is_named(tmp_path):
+    path = tmp_path / "a.arrow"
+    for new in (pa.ipc.new_stream, pa.ipc.new_file):
+        write_arrow(path, pa.table({"text": ["a" * 1000] * 1000, "id": range(1000)}), new)
+        whole = path.read_bytes()
+        with pytest.raises(UserError, match=r"no column 'body' \(found 'text', 'id'\)"):
+            documents(path, field="body")
+        with pytest.raises(UserError, match="column 'id' holds int64"):
+            documents(path, field="id")
+        for data in (b"", whole[:-8], whole[:-10], whole[: len(whole) // 2], b"not Arrow at all"):
+            path.write_bytes(data)
+            with pytest.raises(UserError, match=f"{re.escape(str(path))}: not a complete Arrow file"):
+                documents(path)
+    write_arrow(path, pa.table({"text": ["\U0001f600" * 0x4321]}))
+    whole, offsets = path.read_bytes(), bytes(4) + (4 * 0x4321).to_bytes(4, "little")
+    before, _, after = whole.rpartition(offsets)  # further up, the same bytes say how long the text is
+    beyond = before + b"\0\0\0\0\0\0\0\x7f" + after
+    for data in (beyond, whole.replace(b"\x9f\x98\x80\xf0", b"\x9f\x98\xf0\xf0", 1)):
+        path.write_bytes(data)  # a text that ends beyond the file; bad UTF-8
+        with pytest.raises(UserError, match=re.escape(str(path))):
+            documents(path)
+
+
 # Finding sources
 
 
@@ -415,6 +543,33 @@ def test_the_hint_for_a_folder_finds_its_files_whatever_its_name(tmp_path):
         find_sources([f"{folder}/"])
     (pattern,) = shlex.split(refused.value.hint.partition(": ")[2])
     assert len(find_sources([pattern])) == 1
+
+
+def test_a_saved_data_set_is_its_files(tmp_path):
+    """What `datasets` keeps beside them is not read twice; of several splits, each has a folder."""
+    texts = [f"text {number}" for number in range(90)]
+    saved = datasets.Dataset.from_list([{"id": i, "doc": {"text": text}} for i, text in enumerate(texts)])
+    splits = datasets.DatasetDict({"train": saved, "test": saved.select(range(80, 90))})
+    splits.save_to_disk(tmp_path / "saved", num_shards={"train": 3, "test": 1})
+    write_arrow(tmp_path / "saved/train/cache-0123.arrow", pa.Table.from_pylist([{"doc": {"text": "twice"}}]))
+    with pytest.raises(UserError, match="found the splits test, train") as refused:
+        find_sources([str(tmp_path / "saved")])
+    (named,) = shlex.split(refused.value.hint.partition(": ")[2])
+    for folder, expected in ((tmp_path / "saved/train", texts), (named, texts[80:])):
+        found = [each for source in find_sources([str(folder)]) for each in documents(source.name, field="doc.text")]
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", ["deep/a.jsonl.xz", "a.parquet", "data-00000.arrow", "b.txt.bz2"])
+def test_the_hint_for_any_folder_leads_to_files_that_are_read(tmp_path, name):
+    path = tmp_path / "folder" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    (tmp_path / "folder/dataset_info.json").write_text("{}")
+    with pytest.raises(UserError, match="is a folder") as refused:
+        find_sources([str(tmp_path / "folder")])
+    (pattern,) = shlex.split(refused.value.hint.partition(": ")[2])
+    assert [source.name for source in find_sources([pattern])] == [str(path)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The tokenizer gives back every text, learns the same model every time, and refuses lossy models."""
 
+import base64
 import io
 import random
 
@@ -150,7 +151,6 @@ def test_a_sample_is_bounded_spread_out_ordered_and_repeatable():
     [
         ({"normalization_rule_name": "nmt_nfkc"}, "lossy"),
         ({"remove_extra_whitespaces": True}, "lossy"),
-        ({"add_dummy_prefix": True}, "lossy"),
         ({"byte_fallback": False}, "no byte pieces"),
         ({"eos_id": -1}, "neither an end nor a beginning"),
         ({"eos_id": -1, "user_defined_symbols": ["\n", "</s>"], "bos_id": 1, "bos_piece": "<x>"}, None),
@@ -165,6 +165,53 @@ def test_a_model_that_loses_something_is_refused(changes, message):
         Tokenizer(model, "my.model")
 
 
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+@pytest.mark.parametrize("extra", [{}, {"treat_whitespace_as_suffix": True}])
+def test_a_space_before_every_text_is_left_out(model_type, extra):
+    """As Llama's and Mistral's models put it there; with a chunk, it would be put into a text."""
+    theirs = learnt(add_dummy_prefix=True, model_type=model_type, **extra)
+    if extra:  # it is put behind a text
+        with pytest.raises(UserError, match="lossy"):
+            Tokenizer(theirs)
+        return
+    ours, without = Tokenizer(theirs), learnt(model_type=model_type)
+    text = prose(3000, seed=7)
+    assert ours.decode(ours.encode(text)) == text
+    processor = sentencepiece.SentencePieceProcessor(model_proto=theirs)
+    assert [processor.id_to_piece(i) for i in range(ours.size)] == [
+        sentencepiece.SentencePieceProcessor(model_proto=ours.model_bytes).id_to_piece(i) for i in range(ours.size)
+    ]
+    line = "the of and a"
+    assert ours.encode(f" {line}") == processor.encode(line), "with the space in the text itself"
+    assert Tokenizer(ours.model_bytes).sha256 == ours.sha256
+    assert Tokenizer(without).model_bytes == without, "a model without that setting stays as it is"
+
+
+def test_the_tokenizer_of_a_folder(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(learnt())
+    whole = Tokenizer.load(tmp_path)
+    assert whole.sha256 == Tokenizer.load(tmp_path / "tokenizer.model").sha256
+    (tmp_path / "tokenizer.json").write_text("{}")  # as in folders that have both
+    assert Tokenizer.load(tmp_path).sha256 == whole.sha256
+    (tmp_path / "tokenizer.model").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="holds no tokenizer") as refused:
+        Tokenizer.load(tmp_path)
+    assert "save_pretrained" in refused.value.hint
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_file_of_tiktoken_is_named(tmp_path, end):
+    lines = [base64.b64encode(bytes([byte])) + b" %d" % byte for byte in range(256)]
+    (tmp_path / "tokenizer.model").write_bytes(end.join([*lines, b""]))  # as Llama 3's is called
+    for place in (tmp_path, tmp_path / "tokenizer.model"):
+        with pytest.raises(UserError, match=r"tokenizer\.model is a file of tiktoken") as refused:
+            Tokenizer.load(place)
+        assert "tokenizer.json" in refused.value.hint
+
+
 def test_a_file_that_is_no_model_is_refused(tmp_path):
     path = tmp_path / "a.model"
     whole = learnt()
@@ -172,9 +219,8 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
         path.write_bytes(data)
         with pytest.raises(UserError, match=r"a\.model is not a SentencePiece model"):
             Tokenizer.load(path)
-    for place in (tmp_path / "missing.model", tmp_path):
-        with pytest.raises(UserError, match="cannot read the tokenizer"):
-            Tokenizer.load(place)
+    with pytest.raises(UserError, match="cannot read the tokenizer"):
+        Tokenizer.load(tmp_path / "missing.model")
 
 
 def test_text_that_sentencepiece_reserves_is_learnt_from(tokenizer):

@@ -81,7 +81,7 @@ class HashLayer(SparseMemory):
             raise ValueError(f"dim: found {dim} (expected a multiple of bits, {bits})")
         if width < 1:
             raise ValueError(f"width: found {width} (expected 1 or more)")
-        self.tables, self.bits = dim // bits, bits
+        self.dim, self.tables, self.bits = dim, dim // bits, bits
         self.reads = self.tables
         self.temperature, self.scaled = spec.temperature, spec.score == "scaled"
         size = share * LIKE_LINEAR_STD * math.sqrt(dim)
@@ -95,11 +95,11 @@ class HashLayer(SparseMemory):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, W), in the dtype of the rows read. Signs and scores are always taken in fp32."""
         with without_autocast(x_BTD.device):
-            z_BTKb = at_least_fp32(x_BTD).unflatten(-1, (self.tables, self.bits))  # fails for another width
+            z_BTKb = at_least_fp32(x_BTD).unflatten(-1, (self.tables, self.bits))
             z_NKb = z_BTKb.reshape(-1, self.tables, self.bits)
             rows_NK, scores_NK = ops.bucket_reads(z_NKb, self.temperature, scaled=self.scaled)
             rows_NK1, scores_NK1 = self.tap(rows_NK[..., None], scores_NK[..., None])
-        return self.values(rows_NK1[..., 0], scores_NK1[..., 0]).view(*x_BTD.shape[:-1], self.values.width)
+        return self.values(rows_NK1.squeeze(-1), scores_NK1.squeeze(-1)).view(*x_BTD.shape[:-1], self.values.width)
 
     def flops_per_token(self) -> int:
         """(b + W) * K: scores, and the weighted sum of rows (sec. 2.3)."""

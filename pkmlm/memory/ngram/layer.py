@@ -42,7 +42,7 @@ class NGramMemory(SparseMemory):
         orders: the numbers of tokens that are hashed.
         heads: tables of each order.
         rows: of a table (P), a prime; or 1, which leaves a gate and a convolution without a memory.
-        row_dim: width of a row (e); with "add", `dim`.
+        row_dim: width of a row (e); None: 24, with "add" `dim`.
         fusion: "gate" or "add", see above.
         conv: whether "gate" has the convolution.
         canonical: whether the ids that it is called with are canonical.
@@ -63,7 +63,7 @@ class NGramMemory(SparseMemory):
         orders: tuple[int, ...] = (2, 3),
         heads: int = 8,
         rows: int = 65537,
-        row_dim: int = 24,
+        row_dim: int | None = None,
         fusion: Fusion = "gate",
         conv: bool = True,
         canonical: bool = True,
@@ -85,9 +85,10 @@ class NGramMemory(SparseMemory):
         self.register_buffer("multipliers_HG", torch.empty(self.tables, max(orders), dtype=torch.int64))
         addresses = Addresses(self.tables * rows, rows, tables=True)
         self.tap = UsageTap(layer, name, spec.kind, addresses, self.tables, shared=False)
-        width = self.tables * row_dim
+        width_of_row = spec.width(dim)
+        width = self.tables * width_of_row
         std = width**-0.5 if fusion == "gate" else 0.0
-        self.values = Values(addresses.slots, row_dim, std=std)
+        self.values = Values(addresses.slots, width_of_row, std=std)
         self.scale = Scale() if fusion == "add" else None
         self.gate = NGramGate(width, dim) if fusion == "gate" else None
         self.conv = CausalConv(dim, max(orders), f"{name} {layer}") if spec.convolves else None

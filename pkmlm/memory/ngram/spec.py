@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Fusion = Literal["gate", "add"]
+ROW = 24
 TAPS = 4  # positions that the convolution sees, the largest order apart
 
 
@@ -38,7 +39,7 @@ class NGramSpec(Spec):
     )
     heads: int = size(8, "tables per order, each with its own hash")
     rows: int = size(65537, "rows of a table, a prime; 1: the control without a memory")
-    row_dim: int = size(24, "width of a row; fusion add: dim")
+    row_dim: int | None = size(None, "width of a row; null: 24, and with fusion add that of the model")
     fusion: Fusion = key(
         "gate",
         "gate: rows give a value, and the stream decides how much of it is added (Engram); add: rows are added",
@@ -52,6 +53,10 @@ class NGramSpec(Spec):
     @property
     def table_count(self) -> int:
         return len(self.orders) * self.heads
+
+    def width(self, dim: int) -> int:
+        """The width of a row in a stream of width `dim`."""
+        return self.row_dim or (dim if self.fusion == "add" else ROW)
 
     @property
     def convolves(self) -> bool:
@@ -77,14 +82,14 @@ class NGramSpec(Spec):
         if self.table_count * self.rows > MAX_SLOTS:
             found = f"{self.table_count} tables of {self.rows} rows"
             raise SpecError("rows", found, "at most 2^31 rows in a layer", "heads")
-        if self.fusion == "add" and self.row_dim != dim:
-            raise SpecError("row_dim", f"found {self.row_dim}, but fusion add adds rows", f"{dim}", "fusion")
+        if self.fusion == "add" and self.width(dim) != dim:
+            raise SpecError("row_dim", f"found {self.row_dim}, but fusion add adds rows", f"null, or {dim}", "fusion")
 
     def tables(self, dim: int, vocab_size: int) -> list[TableShape]:
-        return [TableShape("rows", self.table_count * self.rows, self.row_dim)]
+        return [TableShape("rows", self.table_count * self.rows, self.width(dim))]
 
     def sizes(self, dim: int, vocab_size: int, layers: int) -> dict[str, int]:
-        maps = layers * 2 * self.table_count * self.row_dim * dim
+        maps = layers * 2 * self.table_count * self.width(dim) * dim
         return {**super().sizes(dim, vocab_size, layers), "row_dim": maps}
 
     def build(self, site: Site, places: tuple[Place, ...]) -> "dict[Place, nn.Module]":

@@ -103,7 +103,10 @@ function colourBar(colours) {
 
 function mapPanel(column, colours) {
   const { facts, data, codes, shape } = column;
-  const card = make("div", { class: "card", "aria-live": "polite" }, note("No slot chosen."));
+  let most = 0;
+  for (let slot = 0; slot < facts.slots; slot++) if (codes[slot] > codes[most]) most = slot;
+  const first = codes[most] ? [note("The slot with most mass:"), ...slotCard(column, most)] : [note("No slot was read.")];
+  const card = make("div", { class: "card", "aria-live": "polite" }, ...first);
   const name = (slot) => slotName(facts, slot);
   const show = (...parts) => {
     card.replaceChildren(...parts);
@@ -114,6 +117,7 @@ function mapPanel(column, colours) {
   const uniform = Math.log((data.mass.total || 1) / facts.slots), bar = colourBar(colours);
   const level = (code) => data.mass.low + (code - 1) * data.mass.step - uniform;
   const map = slotMap({ ...shape, codes, colours, level, dark: data.mass.dark, bar, choose, name });
+  if (codes[most]) map.go(most);
   const go = (slot) => {
     map.go(slot);
     choose(slot);

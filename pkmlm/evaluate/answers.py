@@ -1,0 +1,43 @@
+"""Answers that a model gives to the prompts of a split, compared with those that the split has."""
+
+from collections.abc import Callable
+
+import torch
+
+from pkmlm.data.corpus import Corpus
+from pkmlm.distributed import World
+from pkmlm.errors import UserError
+from pkmlm.evaluate.generate import Sampling, generate, stream_text
+from pkmlm.evaluate.load import LoadedRun
+
+ROOM = 8  # tokens that an answer may take beyond twice those of the right one
+
+
+def score_answers(run: LoadedRun, corpus: Corpus, advance: Callable[[int], object], world: World) -> dict[str, float]:
+    """Continue every prompt with the most likely tokens until the document ends, and compare the text with the answer;
+    white space around both does not count.
+
+    Args:
+        advance: called with the tokens of right answers whose prompts are done.
+        world: ranks that take turns at the prompts.
+
+    Returns:
+        "n" answers, and the share that is exactly right, "exact_match".
+
+    Raises:
+        UserError: the split has no answers.
+    """
+    if not corpus.has_answers:
+        hint = "tokenize rows with --prompt FIELD --answer FIELD"
+        raise UserError(f"--answers: {corpus.name} has no answers in its {corpus.split} split", hint)
+    tokenizer, right = run.tokenizer, 0
+    lengths = corpus.answer_lengths(0, corpus.documents)
+    for i in range(world.rank, corpus.documents, world.size):
+        ids, length = corpus.document(i).tolist(), int(lengths[i]) - 1
+        prompt, answer = [run.prefix, *ids[: len(ids) - length]], ids[len(ids) - length :]
+        drawn = generate(run.model, prompt, Sampling(temperature=0), 2 * length + ROOM, tokenizer.size)
+        found = "".join(stream_text(tokenizer, prompt, drawn))
+        right += found.strip() == tokenizer.decode(answer).strip()
+        advance(int(lengths[: i + 1].sum()) - i - 1)
+    total = int(world.all_sum(torch.tensor(right)))
+    return {"n": corpus.documents, "exact_match": total / corpus.documents}

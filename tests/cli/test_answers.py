@@ -1,0 +1,131 @@
+"""Rows of prompts and answers: what is learnt, what is scored, and which answers are right."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from pkmlm import load_run
+from pkmlm.data.batches import IGNORED, Batches
+from pkmlm.data.corpus import Corpus
+from pkmlm.recipe.load import load_recipe
+from tests.conftest import given, pkmlm
+
+TOWNS = ("Paris", "London", "Rome", "Oslo", "Bern", "Wien", "Kiev", "Riga", "Lima", "Cairo", "Delhi", "Tokyo")
+ROWS = [{"q": f"Where does number {i} live?", "a": f" In {town}.", "n": i} for i, town in enumerate(TOWNS)]
+
+
+@pytest.fixture(scope="module")
+def facts(tokens, tmp_path_factory):
+    """A folder of tokens of prompts and answers."""
+    folder = tmp_path_factory.mktemp("facts")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    words = ["--prompt", "q", "--answer", "a", "--tokenizer", tokens / "tokenizer.model", "-o", folder / "tokens"]
+    pkmlm("tokenize", folder / "rows.jsonl", "--valid", folder / "rows.jsonl", *words)
+    return folder / "tokens"
+
+
+def parts_of(facts):
+    """The ids of each row's prompt and answer, the end included."""
+    tokenizer = load_tokenizer(facts)
+    return [(tokenizer.encode(row["q"]), [*tokenizer.encode(row["a"]), tokenizer.eos]) for row in ROWS]
+
+
+def load_tokenizer(facts):
+    from pkmlm.data.corpus import open_tokenizer
+
+    return open_tokenizer([facts])
+
+
+def test_only_answers_are_targets(facts):
+    corpus, parts = Corpus(facts, "train"), parts_of(facts)
+    stream = [token for prompt, answer in parts for token in (*prompt, *answer)]
+    learnt = [flag for prompt, answer in parts for flag in (*[False] * len(prompt), *[True] * len(answer))]
+    assert corpus.read(0, corpus.tokens).tolist() == stream
+    for start in range(0, corpus.tokens, 7):
+        for stop in range(start, corpus.tokens, 11):
+            assert corpus.learnt(start, stop).tolist() == learnt[start:stop]
+    batches = Batches(corpus, 16, 4, seed=1)
+    steps = -(-batches.pieces // 4)
+    seen = 0
+    for step in range(1, 2 * steps + 1):  # the second epoch is shuffled
+        batch = batches.micro_batch(step, 0, 4)
+        kept = batch.targets_BT != IGNORED
+        assert int(kept.sum()) == batches.scored(step)
+        seen += int(kept.sum())
+        assert batch.tokens_BT.shape == (4, 16)
+    assert seen in range(2 * sum(learnt) - 64, 2 * sum(learnt) + 65)
+    assert corpus.words == sum(len(row["a"].split()) + 1 for row in ROWS)  # a word more: it begins with a space
+    assert corpus.bytes == sum(len(row["a"]) for row in ROWS)
+
+
+def test_a_row_in_each_sequence(facts, tmp_path):
+    corpus, parts = Corpus(facts, "train"), parts_of(facts)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"data: {{dir: {facts}, pack: false}}\nmodel: {{context: 64}}\n")
+    recipe = load_recipe(path, ["train.batch_tokens=256", "train.micro_batch=4"])
+    batches = Batches.of(corpus, recipe)
+    assert batches.pieces == len(ROWS)
+    found = []
+    for step in range(1, 1 + len(ROWS) // 4):
+        batch = batches.micro_batch(step, 0, 4)
+        assert int((batch.targets_BT != IGNORED).sum()) == batches.scored(step)
+        for tokens, targets in zip(batch.tokens_BT.tolist(), batch.targets_BT.tolist(), strict=True):
+            scored = [at for at, target in enumerate(targets) if target != IGNORED]
+            answer = [targets[at] for at in scored]
+            assert tokens[0] == corpus.begin
+            found.append((tokens[1 : scored[0] + 1], answer))
+            assert set(tokens[scored[-1] + 1 :]) <= {corpus.begin}
+        longest = max(at + 1 for row in batch.targets_BT.tolist() for at, target in enumerate(row) if target != IGNORED)
+        assert longest <= batch.tokens_BT.shape[1] < longest + 8
+        ranks = [batches.micro_batch(step, 0, 2, rank, 2) for rank in range(2)]  # equally long sequences on each
+        assert torch.equal(torch.cat([each.tokens_BT for each in ranks]), batch.tokens_BT)
+    assert sorted(found) == sorted(parts)
+    short = Batches.of(corpus, load_recipe(path, ["model.context=8", "train.batch_tokens=128", "train.micro_batch=16"]))
+    for targets in short.micro_batch(1, 0, 16).targets_BT.tolist():  # the ends of rows that are too long
+        assert targets[-1] == corpus.eos
+
+
+def test_answers_are_learnt_scored_and_counted(facts, write_recipe, tmp_path):
+    run = tmp_path / "run"
+    keys = [f"data.dir={facts}", "data.pack=false", "train.steps=120", "eval.every=60", "train.batch_tokens=512"]
+    keys += ["optim.lr=1e-2", "eval.tokens=null", "model.context=64", "train.micro_batch=8"]
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", run, *given(*keys), "-q")
+    record = json.loads(pkmlm("eval", run, "--split", "valid", "--answers", "--json").stdout)
+    loaded, nll, count = load_run(run, "latest"), 0.0, 0
+    for prompt, answer in parts_of(facts):
+        ids = torch.tensor([loaded.prefix, *prompt, *answer[:-1]])
+        logits = loaded.model(ids[None, :-1])[0, -(len(answer) - 1) :]
+        nll += float(cross_entropy(logits, ids[-(len(answer) - 1) :], reduction="sum"))
+        count += len(answer) - 1
+    found = record["perplexity"]
+    assert (found["tokens"], found["bytes"]) == (count, sum(len(row["a"]) for row in ROWS))
+    assert found["nll"] == pytest.approx(nll, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nll / found["bytes"] / math.log(2), rel=1e-5)
+    assert record["answers"] == {"n": len(ROWS), "exact_match": 1.0}  # it has learnt them
+    assert "100.0%" in pkmlm("eval", run, "--split", "valid", "--answers").stdout
+
+
+def test_tables_and_wrong_rows(facts, tmp_path):
+    rows = pyarrow.table({"q": [row["q"] for row in ROWS], "a": [row["a"] for row in ROWS]})
+    pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
+    words = ["--prompt", "q", "--answer", "a", "--tokenizer", facts / "tokenizer.model"]
+    pkmlm("tokenize", tmp_path / "rows.parquet", *words, "-o", tmp_path / "tokens")
+    one, other = Corpus(facts, "train"), Corpus(tmp_path / "tokens", "train")
+    assert one.sha256 == other.sha256
+    assert np.array_equal(one.answer_lengths(0, len(ROWS)), other.answer_lengths(0, len(ROWS)))
+    (tmp_path / "bad.jsonl").write_text('{"q": "a", "a": "b"}\n{"q": "a", "a": ""}\n')
+    assert "row 2" in pkmlm("tokenize", tmp_path / "bad.jsonl", *words, "-o", tmp_path / "x", code=2).stderr
+    (tmp_path / "text.txt").write_text("text")
+    assert "--answer" in pkmlm("tokenize", tmp_path / "text.txt", *words, "-o", tmp_path / "x", code=2).stderr
+    assert "--answer" in pkmlm("tokenize", tmp_path / "bad.jsonl", *words[:2], "-o", tmp_path / "x", code=2).stderr
+    assert not (tmp_path / "x").exists()
+    lengths = tmp_path / "tokens" / "train.answers"
+    lengths.write_bytes(lengths.read_bytes()[:-1] + b"\1")
+    with pytest.raises(Exception, match=r"train\.answers"):
+        Corpus(tmp_path / "tokens", "train").answer_lengths(0, 1)

@@ -1,0 +1,322 @@
+"""`pkmlm import`: folders that transformers wrote become runs which compute the same, and are trained further."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
+from torch.nn.functional import cross_entropy
+
+from pkmlm import load_run
+from pkmlm.data.batches import Batches
+from pkmlm.data.corpus import Corpus
+from pkmlm.evaluate.generate import Sampling, generate
+from tests.byte_level import END, learn_byte_level
+from tests.conftest import given, pkmlm
+
+ROWS, CONTEXT = 407, 48
+SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": ROWS}
+LLAMA = {**SIZES, "intermediate_size": 40, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
+LLAMA_3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+NEOX = {**SIZES, "hidden_size": 32, "intermediate_size": 56, "max_position_embeddings": CONTEXT}
+GPT_2 = {"n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "vocab_size": ROWS}
+MODELS = {
+    "llama": (
+        "Llama",
+        {**LLAMA, "rms_norm_eps": 1e-3, "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}},
+    ),
+    "llama-tied-biased": ("Llama", {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-3": ("Llama", {**LLAMA, "head_dim": 8, "rope_parameters": LLAMA_3}),
+    "llama-linear": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 10, "tie_word_embeddings": True}),
+    "neox": ("GPTNeoX", NEOX),
+    "neox-in-a-row": ("GPTNeoX", {**NEOX, "use_parallel_residual": False, "hidden_act": "gelu_new"}),
+    "gpt2": ("GPT2", GPT_2),
+    "gpt2-untied": ("GPT2", {**GPT_2, "tie_word_embeddings": False, "n_inner": 40, "activation_function": "relu"}),
+}
+
+
+def model_of(kind: str) -> torch.nn.Module:
+    """A model whose every weight is random: gains and biases, too."""
+    name, keys = MODELS[kind]
+    config = getattr(transformers, f"{name}Config")(**keys, bos_token_id=0, eos_token_id=0)
+    head = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    torch.manual_seed(1)
+    model = getattr(transformers, head)(config).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape), alpha=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(novels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    learn_byte_level((novels / "train.txt").read_text()).save(str(file))
+    return file
+
+
+@pytest.fixture
+def saved(tmp_path: Path, tokenizer: Path):
+    """A function that saves a model of a kind, with a tokenizer, and returns both."""
+
+    def save(kind: str, **options: object) -> tuple[Path, torch.nn.Module]:
+        model = model_of(kind)
+        model.save_pretrained(tmp_path / kind, **options)
+        shutil.copy(tokenizer, tmp_path / kind)
+        return tmp_path / kind, model
+
+    return save
+
+
+def random_tokens(rows: int = 4) -> torch.Tensor:
+    return torch.randint(1, 400, (rows, CONTEXT), generator=torch.Generator().manual_seed(2))
+
+
+def logits_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_imported_model_computes_what_the_original_does(kind, saved, tmp_path):
+    folder, theirs = saved(kind)
+    pkmlm("import", folder, "-o", tmp_path / "run")
+    ours, tokens = load_run(tmp_path / "run"), random_tokens()
+    with torch.no_grad():
+        found = ours.model(tokens)
+    torch.testing.assert_close(found, logits_of(theirs, tokens), rtol=1e-5, atol=1e-5)
+    theirs.generation_config.eos_token_id = None
+    expected = theirs.generate(tokens[:1, :8], do_sample=False, max_new_tokens=20)[0, 8:].tolist()
+    assert [*generate(ours.model, tokens[0, :8].tolist(), Sampling(temperature=0), 20, ROWS)] == expected
+    assert ours.recipe.model.vocab_size == ROWS
+    assert ours.tokenizer.size == 400
+    assert ours.recipe.train.batch_tokens == ours.recipe.train.micro_batch * CONTEXT <= 8192
+    assert (ours.recipe.optim.matrices, ours.recipe.optim.lr) == ("adamw", 1e-4)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_imported_model_is_exported_as_what_it_was(kind, saved, tmp_path):
+    folder, theirs = saved(kind)
+    pkmlm("import", folder, "-o", tmp_path / "run")
+    assert type(theirs).__name__ in pkmlm("export", tmp_path / "run", "-o", tmp_path / "back").stdout
+    assert not list((tmp_path / "back").glob("*.py"))
+    back, tokens = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back"), random_tokens()
+    assert type(back) is type(theirs)
+    torch.testing.assert_close(logits_of(back, tokens), logits_of(theirs, tokens), rtol=0, atol=2e-6)
+    first, again = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "back"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    own = load_run(tmp_path / "back")
+    assert torch.equal(own.model(tokens), load_run(tmp_path / "run").model(tokens))
+    assert (own.name, own.step) == ("back", 0)
+
+
+def test_a_dense_run_becomes_a_model_of_transformers(tokens, write_recipe, novels, tmp_path):
+    for kind, changes, name in (
+        ("modern", ["model.smear=false"], "Qwen3ForCausalLM"),
+        ("dense", ["model.positions=rotary", "model.rotary_fraction=0.5"], "GPTNeoXForCausalLM"),
+    ):
+        run, folder = tmp_path / kind, tmp_path / f"{kind}-exported"
+        settings = given("model.memories=null", "train.steps=2", "train.precision=fp32", *changes)
+        pkmlm("train", write_recipe(tmp_path, kind), "-o", run, *settings, "-q")
+        assert name in pkmlm("export", run, "-o", folder).stdout
+        text = (novels / "test.txt").read_text()[:2000] + "\u2581 caf\u00e9 \u2581\u2581 \U0001f469"
+        ours, theirs = load_run(run, "latest"), transformers.AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer(text).input_ids
+        assert ids == [ours.tokenizer.eos, *ours.tokenizer.encode(text)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        batch = torch.tensor(ids[:32])[None]
+        torch.testing.assert_close(logits_of(theirs, batch), ours.model(batch), rtol=1e-5, atol=1e-5)
+        scored = [json.loads(pkmlm("eval", each, "--json").stdout) for each in (run, folder)]
+        assert scored[0]["perplexity"]["nll"] == pytest.approx(scored[1]["perplexity"]["nll"], rel=1e-6)
+        weights = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+        assert "model.safetensors" in pkmlm("eval", folder, "--data", tokens, code=1).stderr
+    pkmlm("export", tmp_path / "dense", "-o", folder, "--force")
+
+
+def test_a_run_that_went_out_and_came_back_trains_as_if_it_never_had(write_recipe, tmp_path):
+    recipe, first = write_recipe(tmp_path, "dense"), tmp_path / "first"
+    pkmlm("train", recipe, "-o", first, *given("train.steps=3"), "-q")
+    pkmlm("export", first, "-o", tmp_path / "out")
+    pkmlm("import", tmp_path / "out", "-o", tmp_path / "back")
+    losses = []
+    for start in ("first", "back"):
+        more = given(f"train.init_from={tmp_path / start}", "train.steps=4", "train.seed=2")
+        pkmlm("train", recipe, "-o", tmp_path / f"on-{start}", *more, "-q")
+        lines = map(json.loads, (tmp_path / f"on-{start}" / "metrics.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines if line["event"] == "train"])
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+
+
+def test_shards_bare_names_and_half_precision_are_read(saved, tmp_path):
+    folder, theirs = saved("gpt2", max_shard_size="20KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    pkmlm("import", folder, "-o", tmp_path / "shards")
+    base = tmp_path / "base"
+    shutil.copytree(folder, base, ignore=shutil.ignore_patterns("model*"))
+    theirs.transformer.bfloat16().save_pretrained(base)  # without a head, as GPT-2's own files are
+    shutil.copy(folder / "config.json", base)
+    pkmlm("import", base, "-o", tmp_path / "bare")
+    tokens = random_tokens()
+    expected = logits_of(theirs.float(), tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(load_run(tmp_path / "bare").model(tokens), expected, rtol=1e-5, atol=1e-5)
+        shards = load_run(tmp_path / "shards").model(tokens)
+    torch.testing.assert_close(shards, expected, rtol=0.05, atol=0.05)
+    assert not torch.equal(shards, expected)
+
+
+def test_names_of_wrappers_and_variants_are_read(saved, tmp_path):
+    folder, _ = saved("neox")
+    pkmlm("import", folder, "-o", tmp_path / "first")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file({f"module._orig_mod.{name}": each for name, each in weights.items()}, folder / "model.fp32.safetensors")
+    pkmlm("import", folder, "-o", tmp_path / "second")
+    tokens = random_tokens()
+    assert torch.equal(*(load_run(tmp_path / name).model(tokens) for name in ("first", "second")))
+
+
+def test_a_head_that_is_written_out_must_be_the_embedding(saved, tmp_path):
+    folder, _ = saved("llama-tied-biased")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    pkmlm("import", folder, "-o", tmp_path / "run")
+    weights["lm_head.weight"][3, 3] += 1
+    save_file(weights, folder / "model.safetensors")
+    assert "lm_head.weight" in pkmlm("import", folder, "-o", tmp_path / "other", code=2).stderr
+    assert not (tmp_path / "other").exists()
+
+
+ASKED_FOR = {
+    "sliding_window": ("qwen2", {"use_sliding_window": True}),
+    "rope": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
+    "hidden_act": ("llama", {"hidden_act": "gelu"}),
+    "attn_logit_softcapping": ("llama", {"attn_logit_softcapping": 50.0}),
+    "num_local_experts": ("llama", {"num_local_experts": 8}),
+    "attention_bias": ("llama", {"attention_bias": True}),
+    "scale_attn_by_inverse_layer_idx": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "model_type": ("llama", {"model_type": "mamba"}),
+    "num_hidden_layers": ("llama", {"num_hidden_layers": 1_000_000_000}),
+    "vocab_size": ("llama", {"vocab_size": 1_000_000_000_000}),
+    "num_attention_heads": ("llama", {"num_attention_heads": "four"}),
+}
+
+
+@pytest.mark.parametrize("key", ASKED_FOR)
+def test_what_our_model_has_not_is_refused_by_its_key(key, saved, tmp_path):
+    kind, changes = ASKED_FOR[key]
+    folder, _ = saved(kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    done = pkmlm("import", folder, "-o", tmp_path / "run", code=2)
+    assert key.split("_")[-1] in done.stderr
+    assert done.stderr.count("\n") <= 2
+    assert not (tmp_path / "run").exists()
+
+
+def damaged(folder: Path, how: str) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    match how:
+        case "pickle":
+            torch.save(weights, folder / "pytorch_model.bin")
+            file.unlink()
+        case "missing shard":
+            shutil.copy(file, folder / "model-00001-of-00002.safetensors")
+            index = dict.fromkeys(weights, "model-00002-of-00002.safetensors")
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+            file.unlink()
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-100])
+        case "shape":
+            weights["model.norm.weight"] = torch.ones(23)
+        case "nan":
+            weights["model.layers.1.mlp.up_proj.weight"][2, 2] = float("nan")
+        case "missing":
+            del weights["model.layers.2.mlp.up_proj.weight"]
+        case "foreign":
+            weights["model.layers.1.mlp.experts.weight"] = torch.ones(2)
+        case "no tokenizer":
+            (folder / "tokenizer.json").unlink()
+    if how in ("shape", "nan", "missing", "foreign"):
+        save_file(weights, file)
+
+
+HOW = ["pickle", "missing shard", "cut", "shape", "nan", "missing", "foreign", "no tokenizer"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_bad_folder_is_one_line_and_leaves_nothing(how, saved, tmp_path):
+    folder, _ = saved("llama")
+    (folder / "modeling_llama.py").write_text("raise SystemExit('this code was run')")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_llama.Model"}}))
+    before = {path.name for path in tmp_path.iterdir()}
+    assert "auto_map" in pkmlm("import", folder, "-o", tmp_path / "run", code=2).stderr
+    (folder / "config.json").write_text(json.dumps(config))
+    damaged(folder, how)
+    code = 1 if how in ("missing shard", "cut", "nan", "missing") else 2
+    done = pkmlm("import", folder, "-o", tmp_path / "run", code=code)
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 2
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_an_imported_model_is_measured_and_trained_further(saved, novels, tmp_path):
+    folder, _ = saved("qwen3")
+    run, tokens = tmp_path / "run", tmp_path / "tokens"
+    pkmlm("import", folder, "-o", run)
+    splits = [f"--{split}={novels / split}.txt" for split in ("valid", "test")]
+    pkmlm("tokenize", novels / "train.txt", *splits, "-o", tokens, "--tokenizer", run / "tokenizer.json")
+    scored = json.loads(pkmlm("eval", run, "--text", novels / "test.txt", "--json").stdout)["perplexity"]
+    assert scored["tokens"] > 1000
+    pkmlm("generate", run, "It was", "-n", 3)
+    settings = given(f"data.dir={tokens}", f"train.init_from={run}", "train.steps=2", "train.batch_tokens=96")
+    settings += given("train.micro_batch=2")
+    settings += given("optim.lr=1e-9", "optim.muon.lr=1e-9")
+    assert "imported" in pkmlm("train", run / "recipe.yaml", "-o", run, *settings, code=2).stderr
+    memory = "{kind: product-key, layers: 2+, num_keys: 8, heads: 2, topk: 4, key_dim: 8, value_dim: 24}"
+    for name, memories in (("dense", "null"), ("facts", f"{{facts: {memory}}}")):
+        more = given(f"model.memories={memories}")
+        pkmlm("train", run / "recipe.yaml", "-o", tmp_path / name, *settings, *more, "-q")
+    again = json.loads(pkmlm("eval", tmp_path / "dense", "--text", novels / "test.txt", "--json").stdout)["perplexity"]
+    assert again["nll"] == pytest.approx(scored["nll"], rel=1e-4)
+    assert "facts" in pkmlm("usage-report", tmp_path / "facts").stdout
+
+
+def test_what_begins_a_text_stands_before_each_document(saved, novels, tmp_path):
+    folder, theirs = saved("llama")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(["<s>"])
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 400)])
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    backend.save(str(folder / "tokenizer.json"))
+    run, tokens, document = tmp_path / "run", tmp_path / "tokens", "It was a dark night."
+    pkmlm("import", folder, "-o", run)
+    loaded = load_run(run)
+    end = loaded.tokenizer.eos
+    assert (loaded.prefix, end) == (400, backend.token_to_id(END))
+    (tmp_path / "short.txt").write_text(f"{document}---{document}---Another.")
+    pkmlm("tokenize", tmp_path / "short.txt", "--separator", "---", "--tokenizer", run / "tokenizer.json", "-o", tokens)
+    read, targets = Batches(Corpus(tokens, "train"), CONTEXT, 1, seed=1).micro_batch(1, 0, 1)
+    ids = loaded.tokenizer.encode(document)
+    length = len(ids) + 1
+    assert read[0, : 2 * length].tolist() == [400, *ids, 400, *ids]
+    assert targets[0, : 2 * length].tolist() == [*ids, end, *ids, end]
+    (tmp_path / "one.txt").write_text(document)
+    scored = json.loads(pkmlm("eval", run, "--text", tmp_path / "one.txt", "--json").stdout)["perplexity"]
+    logits = logits_of(theirs, torch.tensor([[400, *ids]]))[0, :-1]
+    assert scored["nll"] == pytest.approx(float(cross_entropy(logits, torch.tensor(ids), reduction="sum")), rel=1e-5)
