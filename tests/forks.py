@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests import PATIENCE
+
 ROOT = Path(__file__).parents[1]
 CRASHED = 99  # the exit code of a child whose job raised: no command ends so
 
@@ -91,9 +93,9 @@ class Forks:
     ) -> None:
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(60)
+        self.process.wait(PATIENCE)
 
-    def start(self, job: str, size: int = 1, limit: float = 120.0, here: bool = False, **arguments: Any) -> Children:
+    def start(self, job: str, size: int = 1, limit: float = PATIENCE, here: bool = False, **arguments: Any) -> Children:
         """Fork `size` children that run `job`; those that take more than `limit` seconds are ended (SIGALRM). `here`:
         run it in the server itself, whose later children find every module and kernel loaded.
         """

@@ -11,6 +11,7 @@ import torch
 
 import pkmlm as package
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM
+from tests import PATIENCE
 from tests.byte_level import learn_byte_level
 from tests.conftest import ROOT, pkmlm
 from tests.task_rows import write_rows
@@ -211,7 +212,7 @@ def test_the_script_that_teaches_a_memory(base, tokens, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((out / "results.json").read_text())

@@ -29,6 +29,7 @@ from pkmlm.report.equal import at_equal
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, checkpoint_digest
 from pkmlm.runs.results import perplexity_file, tasks_file, usage_stem, write_evaluation, write_usage
+from tests import PATIENCE
 from tests.conftest import ROOT, pkmlm, write_checkpoint
 
 Facts = dict[str, Any]
@@ -459,7 +460,7 @@ def test_plots(run: Path, tmp_path: Path) -> None:
 
 def test_pictures_are_drawn_though_nobody_reads_the_tables(run: Path, tmp_path: Path) -> None:
     command = f"{sys.executable} -m pkmlm compare {run} --plots {tmp_path / 'p'} | true"
-    subprocess.run(["bash", "-c", command], check=True, timeout=300, cwd=ROOT)
+    subprocess.run(["bash", "-c", command], check=True, timeout=PATIENCE, cwd=ROOT)
     assert (tmp_path / "p" / "learning-curves.png").exists()
 
 
@@ -680,7 +681,9 @@ def test_torch_is_not_needed(run: Path) -> None:
         "import sys; from pkmlm.cli import cli; cli.main(sys.argv[1:], standalone_mode=False);"
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program, "compare", str(run)], check=True, capture_output=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", program, "compare", str(run)], check=True, capture_output=True, timeout=PATIENCE
+    )
 
 
 def test_the_card_of_an_export_says_what_a_validation_read(run: Path) -> None:

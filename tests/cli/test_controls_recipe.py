@@ -8,6 +8,7 @@ import zstandard
 
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
+from tests import PATIENCE
 from tests.conftest import ROOT, pkmlm
 
 BOOKS = ROOT / "recipes" / "pretrained" / "books-128"
@@ -26,7 +27,7 @@ def test_the_first_megabytes_of_several_files(tmp_path):
             tmp_path / "a.txt.zst",
         ]
         command += ["--megabytes", size / 1e6, "-o", tmp_path / "new" / "out.txt"]
-        subprocess.run(list(map(str, command)), check=True, timeout=100)
+        subprocess.run(list(map(str, command)), check=True, timeout=PATIENCE)
         found = (tmp_path / "new" / "out.txt").read_bytes()
         assert found == whole[:size].decode(errors="ignore").encode()
 

@@ -12,6 +12,7 @@ import pytest
 
 from pkmlm import __version__
 from pkmlm.cli.doctor import GIGA, NEEDED, OLDEST_TORCH, OPTIONAL, examine, problems
+from tests import PATIENCE
 from tests.conftest import ROOT, pkmlm
 
 
@@ -41,7 +42,7 @@ def test_a_torch_that_does_not_import_is_broken(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: no such file\\nmore')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "pkmlm", "doctor", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (1, "")
     (problem,) = [problem for problem in json.loads(done.stdout)["problems"] if problem["broken"]]
     assert problem["what"] == "torch does not work: libcudart.so.12: no such file"

@@ -14,6 +14,7 @@ from pkmlm.evaluate.documents import TextChoice
 from pkmlm.evaluate.evaluation import evaluate_run
 from pkmlm.evaluate.load import load_run
 from pkmlm.runs.results import tasks_file
+from tests import PATIENCE
 from tests.conftest import pkmlm
 from tests.task_rows import ROWS, write_rows
 from tests.torture.disks import small_disk
@@ -200,7 +201,7 @@ def test_a_disk_that_takes_no_samples_costs_no_result(run, tmp_path):
         assert "samples.jsonl" in full.stderr
         assert "copa  40" in full.stdout
         kept.unlink()
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=20)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=PATIENCE)
         refused = pkmlm(*told, code=1)
     assert "--log-samples" in refused.stderr
     assert not refused.stdout

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from pkmlm.evaluate.load import load_run
 from pkmlm.export.bundle import MODEL, TOKENIZER, bundle
 from pkmlm.files import entry_of, write_json
+from tests import PATIENCE
 from tests.conftest import ROOT, given, pkmlm
 
 KINDS = ("modern", "product-key", "hash")
@@ -98,7 +99,7 @@ def test_transformers_alone_gives_our_logits_ids_and_texts(kind, trained, mixtur
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     (example,) = re.findall(r"```python\n([^`]*\"exported\"[^`]*)```", (ROOT / "pkmlm/manual/export.md").read_text())
     command = [sys.executable, "-c", USER + example, "exported"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     told, _, shown = done.stdout.partition("\n")
     assert shown.startswith("It was a dark night, and")

@@ -11,6 +11,7 @@ from click.shell_completion import BashComplete
 
 from pkmlm.cli import COMMANDS, cli
 from pkmlm.errors import UserError
+from tests import PATIENCE
 from tests.conftest import ROOT, pkmlm
 
 
@@ -58,7 +59,7 @@ for words in ([], ["train"], ["usage-report"], ["tokenize"], ["bench", "memory"]
         pkmlm.cli.main()
     print(words, {"torch", "numpy", "sentencepiece", "pyarrow", "rich"} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
     assert done.stdout.count("Usage: ") == done.stdout.count("] set()\n") == 6
 
 
@@ -108,7 +109,7 @@ def test_a_shell_completes_names_of_files():
 )
 def test_verbose_shows_where_an_error_arose_wherever_it_stands(words):
     command = [sys.executable, "-m", "pkmlm", *words]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stderr
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE).stderr
     short = pkmlm(*(word for word in words if word != "-v"), code=2).stderr
     assert said.startswith(short + "Traceback (most recent call last):\n")
     assert len(short.splitlines()) <= 2
@@ -134,7 +135,7 @@ def test_quiet_reaches_commands_of_commands(monkeypatch, words, quiet):
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m pkmlm -v recipe keys | true"
     done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE
     )
     assert done.stderr == ""
     assert done.returncode == 0
@@ -152,5 +153,5 @@ def test_a_link_to_the_script_runs_its_checkout(tmp_path, foreign_code):
     for safe in ({}, {"PYTHONSAFEPATH": "1"}):
         where = os.environ | {"PYTHONPATH": str(ROOT)} | safe
         words = [tmp_path / "link", "a b", "--version"]
-        done = subprocess.run(words, cwd=foreign_code, env=where, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=foreign_code, env=where, capture_output=True, text=True, timeout=PATIENCE)
         assert done.stdout == f"{checkout / 'pkmlm' / 'cli.py'} ['a b', '--version']\n", done.stderr

@@ -16,6 +16,7 @@ from pkmlm.recipe.schema import flatten
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.resume_check import CHANGES_NO_NUMBERS, CHANGES_NUMBERS, change_warnings
 from pkmlm.train.step import TrainState
+from tests import PATIENCE
 from tests.conftest import after_step, pkmlm, recipe_2019
 
 
@@ -310,7 +311,7 @@ def test_training_outlives_its_terminal_and_saves_when_it_hangs_up(begun, tmp_pa
     recipe, run = begun[0], tmp_path / "run"
     words = ["train", str(recipe), "-o", str(run), "-s", "train.steps=100000", "-s", "checkpoint.every=100000"]
     training = ranks.start(1, "command_without_reader", words=[*words, "-s", "log.every=1"])
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while len(list(RunDirectory(run).metrics())) < 20 and training.running() and time.monotonic() < until:
         time.sleep(0.05)
     training.signal(signal.SIGHUP)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import PATIENCE
 from tests.conftest import ROOT, pkmlm
 
 
@@ -49,7 +50,7 @@ def test_too_little_address_space_ends_in_a_line(trained, megabytes, codes):
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )
     assert done.returncode in codes, done.stderr

@@ -12,6 +12,7 @@ import yaml
 
 from pkmlm.cli.help import MANUAL, TOPICS
 from pkmlm.recipe.load import load_recipe
+from tests import PATIENCE
 from tests.byte_level import learn_byte_level
 from tests.conftest import ROOT, pkmlm
 from tests.task_rows import write_rows
@@ -49,7 +50,7 @@ def write_llama(folder: Path, text: str) -> None:
 def run_python(program: str, folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -118,7 +119,7 @@ def test_every_command_of_the_readme_and_the_manual(folder):
     (folder / "ddp.py").write_text(ranks)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "ddp.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(torchrun, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(torchrun, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert (folder / "trained.pt").exists()
     median, share = map(float, run_python(gradient, folder).split())

@@ -12,6 +12,7 @@ import pytest
 from pkmlm.cli.show import Output
 from pkmlm.console import Column, Table
 from pkmlm.errors import UserError
+from tests import PATIENCE
 from tests.cli.test_help import ALL
 from tests.conftest import ROOT, pkmlm
 
@@ -121,7 +122,7 @@ def test_warnings_are_told_though_the_result_cannot_be_printed(trained, tmp_path
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            timeout=60,
+            timeout=PATIENCE,
         )
     warning, error = done.stderr.splitlines()
     assert warning.startswith("warning: ")

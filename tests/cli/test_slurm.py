@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests import PATIENCE
 from tests.conftest import ROOT
 
 SCRIPT = ROOT / "bin" / "pkmlm-slurm"
@@ -51,7 +52,7 @@ def job(tmp_path):
             env={**inherited, **slurm, **environment},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE,
         )
         told = tmp_path / "requeued"
         requeued = told.read_text() if told.exists() else None
@@ -126,6 +127,6 @@ def test_a_run_directory_is_needed(job):
 
 def test_the_script_is_sound():
     assert os.access(SCRIPT, os.X_OK)
-    assert subprocess.run(["bash", "-n", SCRIPT], capture_output=True, timeout=10, check=True).stderr == b""
+    assert subprocess.run(["bash", "-n", SCRIPT], capture_output=True, timeout=PATIENCE, check=True).stderr == b""
     if checker := shutil.which("shellcheck"):
-        subprocess.run([checker, SCRIPT], timeout=30, check=True)
+        subprocess.run([checker, SCRIPT], timeout=PATIENCE, check=True)

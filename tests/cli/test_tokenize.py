@@ -25,6 +25,7 @@ from click.testing import CliRunner
 from pkmlm.cli import cli
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.errors import UserError
+from tests import PATIENCE
 from tests.conftest import pkmlm
 
 TEXT = "a whale and the sea it was not so near to us all; he said: \u201cno\u201d"
@@ -322,11 +323,11 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(texts):
     command += ["-o", "out"]
     for number in (signal.SIGINT, signal.SIGKILL):
         running = subprocess.Popen(command, cwd=texts, stderr=subprocess.PIPE)
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE
         while not list(texts.glob(".tmp-*-out/.tmp-*-train-00000.bin")) and time.monotonic() < until:
             time.sleep(0.005)
         running.send_signal(number)
-        errors = running.communicate(timeout=30)[1]
+        errors = running.communicate(timeout=PATIENCE)[1]
         assert running.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), errors
         assert not (texts / "out").exists()
         assert bool(list(texts.glob(".tmp-*-out"))) == (number == signal.SIGKILL)
@@ -340,13 +341,13 @@ def test_an_interrupt_ends_the_wait_for_standard_input(texts):
     command = [sys.executable, "-m", "pkmlm", "tokenize", "-", "--tokenizer", "first/tokenizer.model", "-o", "out"]
     pipe = subprocess.PIPE
     running = subprocess.Popen(command, cwd=texts, stdin=pipe, stderr=pipe)
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE
     while not list(texts.glob(".tmp-*-out/tokenizer.model")) and time.monotonic() < until:
         time.sleep(0.005)
     time.sleep(0.1)  # for the first read, which nothing ends
     running.send_signal(signal.SIGINT)
     try:
-        assert running.wait(30) == 130
+        assert running.wait(PATIENCE) == 130
     finally:
         running.kill()
         errors = running.communicate()[1]

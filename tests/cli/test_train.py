@@ -29,6 +29,7 @@ from pkmlm.train.job import Job, open_job
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.step import TrainState
+from tests import PATIENCE
 from tests.conftest import after_step, given, pkmlm
 
 
@@ -487,7 +488,7 @@ def test_checkpoints_are_read_while_training_saves_and_prunes_and_a_kill_is_noti
     words += given(*settings)
     training = ranks.start(1, "command", words=words)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while not (run.exists() and len(RunDirectory(run).steps()) >= 2) and time.monotonic() < deadline:
             time.sleep(0.05)
         seen = []

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import PATIENCE
 from tests.conftest import pkmlm
 from tests.torture.disks import small_disk
 
@@ -62,7 +63,7 @@ def test_a_folder_for_plots_that_cannot_be_written_costs_no_pass(run_of: Callabl
     with small_disk(tmp_path / "disk", 8192) as disk:
         if disk is None:
             pytest.skip("no right to mount a small disk")
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=20)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=PATIENCE)
         said = pkmlm("usage-report", run, "--plots", disk / "new" / "plots", code=1).stderr
     assert str(disk / "new" / "plots") in said
     assert not (run / "usage").exists()
@@ -87,7 +88,7 @@ def test_the_second_report_needs_no_forward_pass(run_of: Callable[[str], Path]) 
         "assert 'torch' not in sys.modules"
     )
     command = [sys.executable, "-c", program, "usage-report", str(run), "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["runs"] == before
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from pkmlm.cli import cli, main
+from tests import PATIENCE
 from tests.conftest import ROOT, given, pkmlm
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -33,7 +34,7 @@ ENDLESS = ("-s", "train.steps=100000", "-s", "eval.every=100000", "-s", "log.eve
 
 def wait_for(text, file, process):
     """Wait until a process has written a text to a file; return the processes below it."""
-    until = time.monotonic() + 300  # on a busy machine
+    until = time.monotonic() + PATIENCE  # on a busy machine
     while not (file.exists() and text in file.read_text()):
         assert process.is_running(), "it has ended"
         assert time.monotonic() < until
@@ -153,7 +154,7 @@ def test_the_slurm_script_requeues_what_torchrun_has_trained(recipe, tmp_path):
         wait_for('"step": 2,', run / "metrics.jsonl", job)
         (torchrun,) = job.children()
         torchrun.send_signal(signal.SIGTERM)
-        assert job.wait(40) == 75
+        assert job.wait(PATIENCE) == 75
     finally:
         for process in (job, *job.children(recursive=True)) if job.is_running() else ():
             process.kill()
@@ -193,7 +194,7 @@ def test_who_waits_for_others_says_so_and_can_be_interrupted(recipe, tmp_path, r
     left_over = {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     words = ["train", str(recipe), "-o", str(tmp_path / "run")]
     waiting = ranks.start(1, "command_of_little_patience", words=words, environment=left_over)
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while f":{free_port}; " not in waiting.said(0)[1]:
         assert waiting.running(), waiting.said(0)
         assert time.monotonic() < until

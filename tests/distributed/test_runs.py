@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from pkmlm.cost import bytes_held, cost_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
+from tests import PATIENCE
 from tests.conftest import given, pkmlm
 from tests.forks import Ended
 
@@ -44,7 +45,7 @@ def told(ended: list[Ended]) -> str:
 
 
 def wait_for(run: Path, step: int) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not (run / "metrics.jsonl").exists() or len(losses(run)) < step:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -250,7 +251,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_so_long(recipe, ranks, tmp_pa
     wait_for(run, 3)
     os.kill(started.pids[1], signal.SIGSTOP)
     time.sleep(3)
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE
     while "no answer from another rank in time\nhint: PKMLM_TIMEOUT=" not in started.said(0)[1]:
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -6,6 +6,8 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from tests import PATIENCE
+
 PACKAGE, TESTS = (Path(__file__).parents[2] / name for name in ("pkmlm", "tests"))
 FILES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 OWN = {path: tree for path, tree in FILES.items() if not path.stem.endswith("_pkmlm")}  # others leave with exports
@@ -97,7 +99,7 @@ def test_no_imports_go_in_a_circle():
 def loaded_by(program: str) -> set[str]:
     """The modules that a program loads in a new process."""
     program = f"import sys, {program}; print(*sys.modules)"
-    return set(subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).split())
+    return set(subprocess.check_output([sys.executable, "-c", program], text=True, timeout=PATIENCE).split())
 
 
 def own_rooms(modules: set[str]) -> set[str]:
@@ -129,7 +131,7 @@ for name in sys.argv[1:]:
 
 
 def test_what_others_put_into_their_networks_stands_alone():
-    said = subprocess.check_output([sys.executable, "-c", COUNT_LOADED, *LIBRARY], text=True, timeout=120)
+    said = subprocess.check_output([sys.executable, "-c", COUNT_LOADED, *LIBRARY], text=True, timeout=PATIENCE)
     loaded = {name: modules for name, *modules in map(str.split, said.splitlines())}
     assert list(loaded) == LIBRARY
     for name, modules in loaded.items():

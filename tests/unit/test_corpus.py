@@ -25,6 +25,7 @@ from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.files import json_text
+from tests import PATIENCE
 from tests.conftest import pkmlm
 
 SEPARATOR = "\n\n\n"
@@ -339,5 +340,5 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         path = tmp_path / f"{size}.txt"
         path.write_bytes(b"some words in a line " * (size * 50_000))
         done = [sys.executable, "-c", program, str(path), str(tmp_path / "m.model")]
-        peaks.append(int(subprocess.run(done, capture_output=True, text=True, check=True, timeout=300).stdout))
+        peaks.append(int(subprocess.run(done, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout))
     assert (peaks[1] - peaks[0]) * (1 if sys.platform == "darwin" else 1024) < 30 << 20

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from pkmlm.bench import memory as bench
 from pkmlm.kernels import backend, matmul, ops, reference
 from pkmlm.kernels.row_gradient import RowGradient
+from tests import PATIENCE
 
 triton = pytest.importorskip("triton", reason="triton is not installed (the CUDA kernels need it)")
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
@@ -555,7 +556,7 @@ def stack(result) -> int:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(result.asm["cubin"])
         tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        used = subprocess.run(tool, capture_output=True, text=True, check=True, timeout=60).stdout
+        used = subprocess.run(tool, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
     return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", used)))
 
 

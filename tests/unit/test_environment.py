@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pkmlm.environment import child_command, source_commit, source_sha256
+from tests import PATIENCE
 from tests.conftest import pkmlm
 
 COMMIT = "9eb039a7d1a1f9b2a7c3b1c6f0d5e4a3b2c1d0e9"
@@ -58,14 +59,14 @@ def test_a_child_runs_this_code_wherever_it_works(foreign_code: Path, monkeypatc
     words = ["recipe", "show", "demo", "-s", "name=a'b", "--json"]
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # "" is the folder in which tests work
     for command, code in ((child_command(words[:3]), 0), (child_command(words), 2)):
-        done = subprocess.run(command, cwd=foreign_code, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=foreign_code, capture_output=True, text=True, timeout=PATIENCE)
         here = pkmlm(*command[3:], code=code)
         assert (done.returncode, done.stdout, done.stderr) == (code, here.stdout, here.stderr)
 
 
 def test_a_child_refuses_to_be_of_other_code() -> None:
     command = child_command(["recipe", "keys"], source="0" * 64)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: the code of pkmlm in ")
     assert done.stderr.count("\n") == 2
@@ -83,5 +84,5 @@ before = faults()
 numpy.ones(4_000_000, numpy.float32)
 print(faults() - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert int(done.stdout) < 100  # 3,907 pages

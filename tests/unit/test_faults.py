@@ -16,6 +16,7 @@ from pkmlm.files import entry_of, json_text
 from pkmlm.recipe.schema import Log
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.log import TrainingLog
+from tests import PATIENCE
 from tests.conftest import ROOT
 from tests.forks import Ended, Forks
 from tests.torture import crashes, damage, disks, kills, sizes, stops
@@ -277,7 +278,7 @@ def test_a_file_size_limit_is_a_full_disk(ground):
 def test_standard_output_on_a_full_disk():
     with open("/dev/full", "wb") as full:
         words = [sys.executable, "-m", "pkmlm", "recipe", "keys"]
-        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert re.fullmatch(r"error: .*standard output.*\n", done.stderr)
 

@@ -29,6 +29,7 @@ from pkmlm.files import (
     write_text,
     writing_folder,
 )
+from tests import PATIENCE
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -67,7 +68,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path, at):
         "    write_text(folder / 'a', 'new')\n"
         "    os.rename = killed\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=PATIENCE)
     assert done.returncode == 137
     assert out.exists() == (at == 1)
     with pytest.raises(UserError), writing_folder(out, replace=True):
@@ -85,7 +86,7 @@ def test_a_killed_process_s_leftovers_are_deleted(tmp_path):
         "with writing(Path('f')) as file, writing_folder(Path('d')) as folder:\n"
         "    (folder / 'x').touch(); os._exit(137)"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=PATIENCE)
     assert len(leftovers(tmp_path)) == 2
     with writing_folder(tmp_path / "d") as folder:
         assert os.listdir(folder) == []
@@ -123,7 +124,7 @@ def test_a_folder_that_another_process_writes_is_refused(tmp_path):
     assert first.stdout.readline() == "writing\n"
     with pytest.raises(UserError, match="another process is writing"), writing_folder(out):
         pass
-    first.communicate("\n", timeout=30)
+    first.communicate("\n", timeout=PATIENCE)
     assert first.returncode == 0
     assert (out / "a").read_text() == "first"
     assert not leftovers(tmp_path)
@@ -145,7 +146,7 @@ def test_of_processes_that_replace_one_folder_each_is_refused_or_wins_whole(tmp_
         subprocess.Popen([sys.executable, "-c", program, letter], cwd=tmp_path, stderr=subprocess.PIPE)
         for letter in "12"
     ]
-    assert [one.communicate(timeout=60)[1] for one in running] == [b"", b""]
+    assert [one.communicate(timeout=PATIENCE)[1] for one in running] == [b"", b""]
     assert [(tmp_path / "out" / name).read_text() for name in "abcd"] in (["1"] * 4, ["2"] * 4)
     assert os.listdir(tmp_path) == ["out"]
 
@@ -194,7 +195,7 @@ def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path):
         subprocess.Popen([sys.executable, "-c", program, letter], cwd=tmp_path, stderr=subprocess.PIPE)
         for letter in "ab"
     ]
-    assert [one.communicate(timeout=60)[1] for one in running] == [b"", b""]
+    assert [one.communicate(timeout=PATIENCE)[1] for one in running] == [b"", b""]
     assert (tmp_path / "f").read_text() in ("a" * 100_000, "b" * 100_000)
     assert leftovers(tmp_path) == []
 

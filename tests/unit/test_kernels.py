@@ -21,6 +21,7 @@ from pkmlm.errors import UserError
 from pkmlm.kernels import backend, cpu, cpu_search, matmul, ops, reference
 from pkmlm.kernels.jit import call, kernel, over_threads
 from pkmlm.kernels.row_gradient import RowGradient
+from tests import PATIENCE
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -445,14 +446,14 @@ def answers_of_processes(folder, body, number=1, most_bytes=resource.RLIM_INFINI
         sys.path.insert(0, str(folder))
         line = importlib.import_module("line").line
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-        barrier.wait(60)
+        barrier.wait(PATIENCE)
         answers.put(call(line, 4))
 
     processes = [fork.Process(target=work) for _ in range(number)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0] * number
     return [answers.get() for _ in processes]
 
@@ -534,7 +535,7 @@ assert os.waitpid(pid, 0)[1] == 0
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib"), "HOME": str(tmp_path / "home")}
     environment.pop("XDG_CACHE_HOME", None)
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert home == any(tmp_path.rglob("*.nbi"))
 

@@ -21,6 +21,7 @@ from pkmlm.evaluate.lm_eval import PkmLM, score_tasks
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import score
 from pkmlm.evaluate.tasks import load_tasks
+from tests import PATIENCE
 from tests.conftest import ROOT
 from tests.task_rows import write_rows
 
@@ -281,7 +282,7 @@ def test_lm_evals_own_command_ends_in_a_line_without_a_network(rows, trained, tm
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | nowhere
     command = [sys.executable, "-m", "pkmlm.cli.lm_eval", *map(str, words)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     if rows:
         assert "|piqa" in done.stdout
     else:

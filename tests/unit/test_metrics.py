@@ -9,6 +9,7 @@ import pytest
 
 from pkmlm.report import metrics
 from pkmlm.report.metrics import MEASURES, METRICS
+from tests import PATIENCE
 
 PACKAGE = Path(metrics.__file__).parents[1]
 ALL = (*METRICS.values(), *MEASURES.values())
@@ -42,5 +43,5 @@ def test_what_is_spelled_again_is_noticed() -> None:
 
 def test_the_list_needs_neither_torch_nor_arrays() -> None:
     program = "import sys, pkmlm.report.metrics; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert not {"torch", "numpy", "matplotlib"} & set(done.stdout.split())

@@ -12,6 +12,7 @@ import pytest
 
 from pkmlm import signals
 from pkmlm.signals import stop_on_signals
+from tests import PATIENCE
 
 
 def send(number: int, seconds: float = 0.01) -> None:
@@ -120,7 +121,7 @@ def test_a_second_request_ends_a_process_that_waits_for_a_library(process):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.2)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 130
+    assert process.wait(PATIENCE) == 130
 
 
 @pytest.mark.parametrize("process", [SLOW, LATE + SLOW], indirect=True, ids=["slow", "late"])
@@ -131,7 +132,7 @@ def test_a_second_request_that_is_answered_leaves_time_to_clean_up(process):
     time.sleep(0.6)
     process.send_signal(signal.SIGTERM)
     assert process.stdout.read().endswith("cleaned\n")
-    assert process.wait(10) not in (0, 130), "KeyboardInterrupt, which the command line turns into 130"
+    assert process.wait(PATIENCE) not in (0, 130), "KeyboardInterrupt, which the command line turns into 130"
 
 
 @pytest.mark.parametrize("process", [AGAIN], indirect=True)
@@ -143,7 +144,7 @@ def test_only_a_third_request_interrupts_the_cleaning_up(process):
     assert process.stdout.readline() == "cleaned\n"
     time.sleep(0.4)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) not in (0, 130), "KeyboardInterrupt, which the command line turns into 130"
+    assert process.wait(PATIENCE) not in (0, 130), "KeyboardInterrupt, which the command line turns into 130"
 
 
 @pytest.mark.parametrize("process", [DEAF], indirect=True)
@@ -152,7 +153,7 @@ def test_requests_are_heard_after_the_terminal_has_gone(process):
     process.send_signal(signal.SIGHUP)
     time.sleep(0.7)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(10) == 130
+    assert process.wait(PATIENCE) == 130
 
 
 ROOT = Path(__file__).parents[2]
@@ -178,7 +179,7 @@ except KeyboardInterrupt:
 def test_an_import_ends_before_it_is_interrupted(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text(LIBRARY)
     begun = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n{COMMAND}"]
-    done = subprocess.run(begun, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(begun, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == ("whole\ninterrupted\n", "")
 
 
@@ -191,5 +192,5 @@ def test_a_command_may_be_interrupted_as_it_begins(library: str) -> None:
         while library not in Path(f"/proc/{process.pid}/maps").read_text():
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=PATIENCE)
     assert (process.returncode, said.split()) == (130, ["interrupted"])

@@ -30,6 +30,7 @@ from pkmlm.sweep.plots import picture
 from pkmlm.sweep.results import Results, SweepFolder
 from pkmlm.sweep.run import facts_of_cost, tasks_of, with_vocab_sizes
 from pkmlm.sweep.verdicts import BySeed, Verdict, pairs_of, rank_correlations, verdict
+from tests import PATIENCE
 from tests.conftest import ROOT, write_checkpoint
 
 LOOK = Look()
@@ -729,7 +730,7 @@ def test_the_papers_grids_are_possible_at_every_scale(path, monkeypatch):
 def test_every_grid_has_a_make_target():
     targets = {f"{path.parts[-3]}-{path.stem}": path for path in GRIDS}
     command = ["make", "-n", *targets, "SCALE=gpu", "TOKENS=some/tokens", "CORPUS=some", "DEVICES=0,1"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
     for target, path in targets.items():
         words = f"sweep {path.relative_to(ROOT)} -o sweeps/{target}"
         (line,) = [line for line in told.splitlines() if words in line]
