@@ -186,6 +186,7 @@ def result(output: str, index: "Index", seconds: Mapping[str, float]) -> tuple[d
         output, index: the folder, and the index that was written.
         seconds: the time that each split took, and `LEARNING`, if a tokenizer was learnt.
     """
+    from pkmlm.data.corpus import Corpus
     from pkmlm.data.shards import LEARNING
 
     counts = ("documents", "empty", "words", "bytes", "tokens")
@@ -193,7 +194,7 @@ def result(output: str, index: "Index", seconds: Mapping[str, float]) -> tuple[d
     for name, split in index.splits.items():
         splits[name] = {
             **{count: getattr(split, count) for count in counts},
-            "bytes_per_token": split.bytes / max(split.tokens - split.documents, 1),
+            "bytes_per_token": split.bytes / max(Corpus(output, name).scored, 1),
             "seconds": seconds[name],
             "mb_per_second": split.bytes / 1e6 / max(seconds[name], 1e-9),
         }

@@ -290,6 +290,14 @@ class Corpus:
         """Whether documents have prompts, of which nothing is learnt."""
         return any(lengths is not None for lengths in self._answers)
 
+    @property
+    def scored(self) -> int:
+        """The tokens whose text `words` and `bytes` count: those of answers, or of whole documents, without ends.
+        Raises as `boundaries` does.
+        """
+        learnt = int(self.answer_lengths(0, self.documents).sum()) if self.has_answers else self.tokens
+        return learnt - self.documents
+
     def answer_lengths(self, first: int, stop: int) -> np.ndarray:
         """How many tokens at the end of documents `first` up to `stop` are learnt, each with its `eos`: int64; all of a
         document without a prompt. Raises as `boundaries` does.

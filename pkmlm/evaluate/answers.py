@@ -7,10 +7,26 @@ import torch
 from pkmlm.data.corpus import Corpus
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import TextChoice, open_split
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.load import LoadedRun
+from pkmlm.recipe.constraints import require_softmax
 
 ROOM = 8  # tokens that an answer may take beyond twice those of the right one
+
+
+def corpus_of_answers(run: LoadedRun, choice: TextChoice) -> Corpus:
+    """The split that the options of a command choose.
+
+    Raises:
+        UserError: it cannot be read or has no answers; or the model cannot generate.
+    """
+    require_softmax(run.recipe.model, run.name, "generate")
+    corpus = open_split(choice.token_folders(run.path, run.recipe), choice.split or "test", run.tokenizer)
+    if not corpus.has_answers:
+        hint = "tokenize rows with --prompt FIELD --answer FIELD"
+        raise UserError(f"--answers: {corpus.name} has no answers in its {corpus.split} split", hint)
+    return corpus
 
 
 def score_answers(run: LoadedRun, corpus: Corpus, advance: Callable[[int], object], world: World) -> dict[str, float]:
@@ -23,13 +39,7 @@ def score_answers(run: LoadedRun, corpus: Corpus, advance: Callable[[int], objec
 
     Returns:
         "n" answers, and the share that is exactly right, "exact_match".
-
-    Raises:
-        UserError: the split has no answers.
     """
-    if not corpus.has_answers:
-        hint = "tokenize rows with --prompt FIELD --answer FIELD"
-        raise UserError(f"--answers: {corpus.name} has no answers in its {corpus.split} split", hint)
     tokenizer, right = run.tokenizer, 0
     lengths = corpus.answer_lengths(0, corpus.documents)
     for i in range(world.rank, corpus.documents, world.size):

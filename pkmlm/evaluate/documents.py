@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,7 +107,11 @@ class Documents:
     bytes: int
     source: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    unscored: Iterable[int] | None = None
+    unscored: Sequence[int] | None = None
+
+    def with_prompts(self) -> Iterator[tuple[np.ndarray, int]]:
+        """The ids of each document, and how many of them, its prompt, are not scored; to be read only once."""
+        return zip(self.ids, itertools.repeat(0) if self.unscored is None else self.unscored, strict=False)
 
 
 def chosen_documents(choice: TextChoice, run: "LoadedRun", quiet: bool = True) -> Documents:
@@ -166,14 +170,12 @@ def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None 
     Raises:
         UserError: its files are damaged, which may also show when the documents are read.
     """
-    split, has_answers = corpus.split, corpus.has_answers
+    split, scored = corpus.split, corpus.scored
     whole = (corpus.document(i) for i in range(corpus.documents))
     prompts: list[int] = []
-    scored = corpus.tokens - corpus.documents
-    if has_answers:
+    if corpus.has_answers:
         answers = corpus.answer_lengths(0, corpus.documents)
         prompts = (np.diff(corpus.boundaries(0, corpus.documents)) - answers).tolist()
-        scored = int(answers.sum()) - corpus.documents
     if tokens is None or tokens >= scored:
         source = {"folder": corpus.name, "sha256": corpus.sha256, "documents": corpus.documents}
         return Documents(split, whole, scored, corpus.words, corpus.bytes, source, unscored=prompts or None)

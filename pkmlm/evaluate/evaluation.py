@@ -8,8 +8,8 @@ from pkmlm.console import token_progress
 from pkmlm.distributed import World
 from pkmlm.environment import work_offline_without_hub
 from pkmlm.errors import UserError
-from pkmlm.evaluate.answers import score_answers
-from pkmlm.evaluate.documents import TextChoice, chosen_documents, open_split
+from pkmlm.evaluate.answers import corpus_of_answers, score_answers
+from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun, load_on_all_ranks
 from pkmlm.evaluate.perplexity import score
 from pkmlm.runs.results import perplexity_file, tasks_file, write_evaluation
@@ -105,16 +105,16 @@ def evaluate_run(
     samples: list[dict[str, Any]] = []
     warnings: list[str] = []
     if tasks is None or choice.explicit:
+        prompts = corpus_of_answers(run, choice) if answers else None
         documents = chosen_documents(choice, run, quiet)
         with token_progress("scoring", documents.tokens, quiet) as advance:
             found = score(run.model, documents, run.prefix, stride=stride, advance=advance, world=world)
         assert found is not None
         record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": asdict(found)}
         warnings += documents.warnings
-        if answers:
-            corpus = open_split(choice.token_folders(run.path, run.recipe), choice.split or "test", run.tokenizer)
+        if prompts is not None:
             with token_progress("answering", documents.tokens, quiet) as advance:
-                said = score_answers(run, corpus, advance, world)
+                said = score_answers(run, prompts, advance, world)
             record |= {"answers": said}
         if tasks is not None and world.rank == 0:  # the tasks may fail, or be stopped, after hours
             Evaluation(run, choice, stride, record, samples, warnings).keep()

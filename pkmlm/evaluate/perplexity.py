@@ -101,11 +101,10 @@ def score(
         raise UserError(f"--stride {stride} is out of range (expected 1 to the model's context, {model.context})")
     tokens = 0
     sums: list[float] = []  # one per batch: added up in order, they give the same bits in any world
-    prompts = itertools.repeat(0) if documents.unscored is None else documents.unscored
     stream = (
         window
-        for ids, unscored in zip(documents.ids, prompts, strict=False)
-        for window in windows(ids, prefix, model.context, stride, unscored)
+        for ids, prompt in documents.with_prompts()
+        for window in windows(ids, prefix, model.context, stride, prompt)
     )
     nothing: list[Window] = []
     while group := list(itertools.islice(stream, batch)):

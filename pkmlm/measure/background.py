@@ -157,7 +157,9 @@ def count_background(
     size = batch_tokens or loaded.recipe.train.batch_tokens
     most, counted, done = min(batches, -(-documents.tokens // size)), 0, 0
     prefix, context = loaded.prefix, model.context
-    stream = (window for ids in documents.ids for window in windows(ids, prefix, context, context))
+    stream = (
+        window for ids, prompt in documents.with_prompts() for window in windows(ids, prefix, context, context, prompt)
+    )
     owners = {table: memory for memory in memories(model) for table in memory.read_tables()}
     entries = {
         path.removesuffix(".weight_KD"): owners[table].tap.entry | ({"layer": None} if owners[table].tap.pool else {})

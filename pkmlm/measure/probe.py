@@ -99,12 +99,15 @@ class Text:
         ids: token ids of each document that has any.
         tokens_N: the token that each position reads.
         first_N: whether each position is the first of its document.
+        scored_N: whether the token after it is scored; in a document's prompt it is not.
     """
 
     def __init__(self, documents: Documents, prefix: int):
         self.prefix = prefix
-        self.ids = [ids for ids in documents.ids if len(ids)]
-        if not self.ids:
+        found = [(ids, prompt) for ids, prompt in documents.with_prompts() if len(ids)]
+        self.ids = [ids for ids, _ in found]
+        self.scored_N = np.concatenate([np.arange(len(ids)) >= prompt for ids, prompt in found] or [np.zeros(0, bool)])
+        if not self.scored_N.any():
             raise UserError(f"{documents.name} holds no tokens")
         read = [part for ids in self.ids for part in ([prefix], ids[:-1])]
         self.tokens_N: Ints = np.concatenate(read).astype(np.int64)
@@ -137,7 +140,7 @@ class Reader:
 
     Attributes:
         at_BT: int64, the positions of the current forward; arbitrary ones for padding.
-        scored_BT: whether they are scored here: each position is scored once, and otherwise only context.
+        scored_BT: whether it is their turn here: each position has one, and is otherwise only context.
     """
 
     def __init__(self, model: LanguageModel, text: Text):
@@ -147,7 +150,7 @@ class Reader:
 
     @torch.no_grad()
     def nll(self, advance: Advance) -> Floats:
-        """-log p of the token after each position (N,), in nats.
+        """-log p of the token after each position (N,), in nats; 0 where it is not scored.
 
         Raises:
             NotFinite: (exit code 1) a score is not finite.
@@ -166,7 +169,7 @@ class Reader:
         nll_N = torch.cat(parts).numpy()
         if not np.isfinite(nll_N).all():
             raise NotFinite("the model's scores are not finite", exit_code=1)
-        return nll_N
+        return np.where(self.text.scored_N, nll_N, 0.0)
 
     def _watch(self, mask: Tensor) -> None:
         self.scored_BT = mask.view_as(self.at_BT)
@@ -522,7 +525,7 @@ def probe_run(
 
     text, groups = Text(documents, run.prefix), groups_of(found)
     over, starts_U = text.units()
-    tokens_U = np.diff(np.append(starts_U, len(text.tokens_N)))
+    tokens_U = np.add.reduceat(text.scored_N.astype(np.int64), starts_U)
     passes, done = 1 + len(twins) + len(PROBES) * len(groups), 0
     total = min(fit_tokens, corpus.tokens) + passes * len(text.tokens_N)
     with token_progress(f"probing {printable(run.name)}", total, quiet) as show:
@@ -551,7 +554,7 @@ def probe_run(
         "run": run.name,
         "step": run.step,
         "split": documents.name,
-        "tokens": len(text.tokens_N),
+        "tokens": int(text.scored_N.sum()),
         "documents": len(text.ids),
         "fit_tokens": means.tokens,
         "interval": {"over": over, "units": len(tokens_U), "level": LEVEL, "draws": DRAWS},

@@ -136,10 +136,11 @@ def contexts_at(positions: NDArray[np.int64], documents: Documents, run: LoadedR
     wanted = np.unique(positions)
     tokenizer, length = run.tokenizer, run.model.context
     found, start = {}, 0
-    for number, ids in enumerate(documents.ids):
-        inside = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + len(ids))]
+    for number, (ids, prompt) in enumerate(documents.with_prompts()):
+        scored = max(0, len(ids) - prompt)
+        inside = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + scored)]
         for position in inside.tolist():
-            at = position - start
+            at = prompt + position - start
             stop = min(len(ids), (at // length + 1) * length)  # of the window that scores it: see `windows`
             before = [int(i) for i in ids[max(0, at - 1 - BEFORE) : max(0, at - 1)]]
             found[position] = Context(
@@ -153,7 +154,7 @@ def contexts_at(positions: NDArray[np.int64], documents: Documents, run: LoadedR
                 previous=tokenizer.piece(before[-1] if before else run.prefix) if at > 0 else "",
                 next=tokenizer.piece(int(ids[at])),
             )
-        start += len(ids)
+        start += scored
     return found
 
 

@@ -319,9 +319,21 @@ class Spec(Section):
         return dict(sorted(found.items()))
 
     @property
+    def tables_start_at_zero(self) -> bool:
+        """Whether its output is 0 until its tables learn."""
+        return False
+
+    @property
+    def zero_factor(self) -> bool:
+        """Whether a factor that starts at 0 stands before its output. Before tables that start at 0, too, neither would
+        ever move: the gradient of each is a multiple of the other.
+        """
+        return self.start == "zero" and not self.tables_start_at_zero
+
+    @property
     def gated(self) -> bool:
         """Whether a factor stands before its output, see `pkmlm.memory.gate.Gate`."""
-        return self.start == "zero" or self.gate == "token"
+        return self.zero_factor or self.gate == "token"
 
     def check(self, dim: int) -> None:
         """Check what must hold between its keys, and for a stream of width `dim`.

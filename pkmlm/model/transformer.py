@@ -392,7 +392,7 @@ def build_block(model: "Model", vocab_size: int, layer: int, micro_batches: int,
         qkv, out = module, None
     parts = {**(at["ffn"] or {"ffn": FFN(model, share * linear_std(model.inner, model.dim))}), **at["beside"]}
     gates = {
-        memory_key(name): Gate(model.dim, zero=memory.start == "zero", token=memory.gate == "token")
+        memory_key(name): Gate(model.dim, zero=memory.zero_factor, token=memory.gate == "token")
         for name in model.memory_places().get(layer, {})
         if (memory := model.memories[name]).gated
     }

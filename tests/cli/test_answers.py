@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from pkmlm import load_run
 from pkmlm.data.batches import IGNORED, Batches
 from pkmlm.data.corpus import Corpus
+from pkmlm.measure.background import Background
 from pkmlm.recipe.load import load_recipe
 from tests.conftest import given, pkmlm
 
@@ -115,7 +116,10 @@ def test_tables_and_wrong_rows(facts, tmp_path):
     rows = pyarrow.table({"q": [row["q"] for row in ROWS], "a": [row["a"] for row in ROWS]})
     pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
     words = ["--prompt", "q", "--answer", "a", "--tokenizer", facts / "tokenizer.model"]
-    pkmlm("tokenize", tmp_path / "rows.parquet", *words, "-o", tmp_path / "tokens")
+    said = pkmlm("tokenize", tmp_path / "rows.parquet", *words, "-o", tmp_path / "tokens", "--json").stdout
+    answers = [len(answer) - 1 for _, answer in parts_of(facts)]
+    expected = sum(len(row["a"]) for row in ROWS) / sum(answers)
+    assert json.loads(said)["splits"]["train"]["bytes_per_token"] == pytest.approx(expected)
     one, other = Corpus(facts, "train"), Corpus(tmp_path / "tokens", "train")
     assert one.sha256 == other.sha256
     assert np.array_equal(one.answer_lengths(0, len(ROWS)), other.answer_lengths(0, len(ROWS)))
@@ -129,3 +133,40 @@ def test_tables_and_wrong_rows(facts, tmp_path):
     lengths.write_bytes(lengths.read_bytes()[:-1] + b"\1")
     with pytest.raises(Exception, match=r"train\.answers"):
         Corpus(tmp_path / "tokens", "train").answer_lengths(0, 1)
+
+
+def test_reports_see_what_is_scored(facts, write_recipe, tmp_path):
+    """Prompts are read, but not measured: by probes, backgrounds, and the contexts of slots."""
+    run = tmp_path / "run"
+    keys = [f"data.dir={facts}", "data.pack=false", "train.steps=40", "eval.every=0", "train.batch_tokens=512"]
+    keys += ["optim.lr=1e-2", "model.context=64", "train.micro_batch=8"]
+    pkmlm("train", write_recipe(tmp_path, "product-key"), "-o", run, *given(*keys), "-q")
+    split = ["--split", "valid"]
+    scored = json.loads(pkmlm("eval", run, *split, "--json").stdout)["perplexity"]
+    probed = json.loads(pkmlm("probe", run, *split, "--json").stdout)
+    assert probed["tokens"] == scored["tokens"]
+    assert probed["real"]["nats"] == pytest.approx(scored["nll"] / scored["tokens"], rel=1e-5)
+    file, size = tmp_path / "background.npz", 8
+    pkmlm("usage-report", run, *split, "--background", file, "--batches", 1000, "--batch-tokens", size)
+    counted = Background.read(file)
+    assert counted.batches <= scored["tokens"] / size
+    assert all(reads.sum() == scored["tokens"] * 2 * 4 for reads in counted.reads.values())  # heads, top-k
+    answers = {number: set(answer) for number, (_, answer) in enumerate(parts_of(facts))}
+    pieces = load_run(run, "latest").tokenizer.piece
+    described = json.loads(pkmlm("slots", run, *split, "--top", 20, "--json").stdout)
+    contexts = [context for slot in described["slots"] for context in slot["contexts"]]
+    assert contexts
+    for context in contexts:
+        assert context["next"] in {pieces(each) for each in answers[context["document"]]}
+
+
+def test_what_cannot_be_answered_is_told_at_once(facts, tokens, write_recipe, tmp_path):
+    keys = ["train.steps=1", "eval.every=0", "model.context=64"]
+    plain, linear = tmp_path / "plain", tmp_path / "linear"
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", plain, *given(*keys), "-q")
+    asked = pkmlm("eval", plain, "--answers", code=2)
+    assert (asked.stdout, "has no answers" in asked.stderr) == ("", True)
+    keys += [f"data.dir={facts}", "model.attention=cosformer"]
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", linear, *given(*keys), "-q")
+    asked = pkmlm("eval", linear, "--split", "valid", "--answers", code=2)
+    assert (asked.stdout, "cosformer" in asked.stderr) == ("", True)
