@@ -102,6 +102,7 @@ def load_run(
         else:
             read = read_pretrained_model if is_pretrained(path) else read_export
             recipe, (_, held, tokens), model, tokenizer = read(path, device)
+            tell_signs(model)
             opened = LoadedRun(path, held, tokens, recipe, model, tokenizer, device)
         if step not in ("best", "latest", str(opened.step)):
             raise UserError(f"{path} holds only step {opened.step} (found --step {step})", "leave --step out")

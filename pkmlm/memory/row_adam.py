@@ -140,6 +140,7 @@ def adam_rows(
     state = optimizer.state[values_KD]
     if not state:
         state.update(empty_state(optimizer, values_KD))
+    state["step"] = state["step"].to(values_KD.device)  # where `load_state_dict` may not have put it
     skip = found_inf(optimizer)
     state["step"] += 1 if skip is None else skip == 0
     x_ND, segments = gradient.joined()

@@ -4,7 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pkmlm import load_run
 from pkmlm.errors import UserError
+from pkmlm.memory.base import memories
 from pkmlm.memory.gate import Gate
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
@@ -121,3 +123,13 @@ def test_only_what_is_chosen_moves(only, tokens, trained, write_recipe, tmp_path
     assert {name for name in moved if "running" in name} == set() or only == "memories"
     found = load_file(start / f"checkpoints/{(start / 'best').read_text().strip()}/weights.safetensors")
     assert all(torch.equal(found[name], last[name]) for name in found)
+
+
+def test_a_run_and_its_export_know_the_sign_of_a_factor(write_recipe, tmp_path, monkeypatch):
+    """What a value raises, it lowers behind a negative factor."""
+    keys = ["model.memories.pkm.layers=[2+]", "model.memories.pkm.start=zero", "train.steps=1", "eval.every=0"]
+    pkmlm("train", write_recipe(tmp_path, "product-key"), "-o", tmp_path / "run", *given(*keys), "-q")
+    pkmlm("export", tmp_path / "run", "-o", tmp_path / "export", "-q")
+    monkeypatch.setattr(Gate, "sign", -1.0)
+    for folder in ("run", "export"):
+        assert [memory.sign for memory in memories(load_run(tmp_path / folder, "latest").model)] == [-1.0]
