@@ -110,9 +110,9 @@ def attach_dense(
     freeze: bool = True,
     seed: int = 1,
 ) -> "Attachment":
-    """Attach the control of a memory: at each place, a SwiGLU (Shazeer 2020, arXiv 2002.05202, eq. 6) of the width that
-    comes closest to the memory's operations. A gain of the memory says something about memories only if it is larger
-    than that of the control.
+    """Attach the control of a memory: in each of its layers, beside the FFN or in its place, a SwiGLU (Shazeer 2020,
+    arXiv 2002.05202, eq. 6) of the width that comes closest to the memory's operations. A gain of the memory says
+    something about memories only if it is larger than that of the control.
 
     Args:
         model: another copy of the same model, or the same after `detach`.

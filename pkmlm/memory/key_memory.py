@@ -42,7 +42,7 @@ class KeyMemory(SparseMemory):
     stream = "parts.memory"
     spec_class: ClassVar[type[KeySpec]]
     spec: KeySpec
-    saved_per_read: ClassVar[int]  # numbers of 4 bytes: a weight, and indices of 8 bytes
+    saved_per_read: ClassVar[int]  # units of 4 bytes that the backward pass keeps of a read
 
     def __init__(
         self,

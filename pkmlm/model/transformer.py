@@ -312,7 +312,7 @@ def matrices_of(model: nn.Module) -> list[str]:
 
 def trained_names(model: nn.Module, only: str) -> set[str]:
     """The paths of the parameters that move under `train.only`: all; those of "memories" with their gates; their
-    "values", which are their tables; or the "gates" of each token alone.
+    "values", which are their tables; or only their "gates", see `Gate`.
     """
     if only == "values":
         return {*tables_of(model)}
