@@ -1,12 +1,11 @@
-"""What a recipe costs: parameters, operations, bytes read, memory to train, and bytes that ranks send.
+"""What a recipe costs: parameters, operations, bytes read, and memory to train.
 
 Blocks are built on the meta device, without storage, and their modules are counted. Operations are multiply-adds, each
 counted once, of a forward over one sequence of s = model.context tokens: the products with weights, keys, values and
 table rows, and attention's own (`attention_flops`). Left out, all small beside these: norms, activations, softmax, the
 top-k and the sums of candidate scores, biases, residual sums, the embedding look-up.
 
-s: tokens of a sequence; d: model width; W: ranks; M: ranks that divide the columns of each table (`parallel.memory`);
-G = W / M: ranks that hold the same columns; t: tokens of a rank in a step; r: reads of a token.
+s: tokens of a sequence; d: model width.
 """
 
 import math
@@ -19,9 +18,7 @@ import torch
 from torch import nn
 
 from pkmlm.kernels.matmul import SCORES
-from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.memory.base import SparseMemory, memories
-from pkmlm.memory.query import QueryBatchNorm
 from pkmlm.memory.spec import MAX_SLOTS, Spec
 from pkmlm.memory.table import Pool, tables_of
 from pkmlm.model.attention import Attention
@@ -42,8 +39,6 @@ class TableCost:
         reads: rows that one token reads in a layer.
         layers: how many read it: more than one for the table of a pool.
         outputs: sums of rows that one token reads in a layer: one per read for n-gram tables with a gate, otherwise 1.
-        weighted: whether reads have weights, which have a gradient.
-        last: whether what is read is the last that a block's backward pass needs.
     """
 
     memory: str
@@ -52,8 +47,6 @@ class TableCost:
     reads: int
     layers: int
     outputs: int = 1
-    weighted: bool = True
-    last: bool = False
 
     @property
     def parameters(self) -> int:
@@ -76,7 +69,6 @@ class BlockCost:
         paper_flops: what MemoryFormer's block formula gives without attention; None where it does not apply.
         saved: numbers kept for the backward pass, for one token (an estimate).
         scores: scores that a memory's search makes for one query of one head.
-        statistics: numbers whose running statistics a forward renews.
         moving: of the dense parameters, those that move under each `train.only`.
     """
 
@@ -91,7 +83,6 @@ class BlockCost:
     paper_flops: int | None
     saved: int
     scores: int
-    statistics: int
     moving: Mapping[str, int]
 
     @property
@@ -220,7 +211,6 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
     with torch.device("meta"):
         block = build_block(model, vocab_size, layer, micro_batches=1, pools=pools)
     found = memories(block)
-    last = [*memories([*block.parts.values()][-1])][-1:]
     maps = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
     tables = [
         TableCost(
@@ -230,8 +220,6 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
             memory.reads,
             max(1, len(memory.tap.pool)),
             memory.outputs,
-            memory.weighted,
-            last == [memory] and not memory.maps_values and table is memory.read_tables()[-1],
         )
         for memory in found
         for table in memory.read_tables()
@@ -257,7 +245,6 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
         paper_flops=paper_flops(model, layer),
         saved=saved_per_token(block, model),
         scores=max((memory.scores_per_query for memory in found), default=0),
-        statistics=sum(len(norm.weight) for norm in block.modules() if isinstance(norm, QueryBatchNorm)),
         moving={only: moving_in(block, only) for only in ("memories", "values", "gates")},
     )
 
@@ -459,61 +446,6 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
             held["gradients"] -= 4 * others
             held["moments"] -= 8 * others
     return held
-
-
-def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:
-    """Bytes that each rank sends in a step, as the usual ring and pairwise algorithms send them.
-
-    dense: 2 (W - 1) / W of the dense gradients, in fp32: an all-reduce; none where only values train. With
-    `parallel.shard`, in each forward and backward, (W - 1) / W of the parameters of blocks twice, of the others once,
-    and of all gradients once.
-    reads: slots and weights to the M - 1 others that hold columns, outputs back, and both gradients the other way:
-    t (12 r (M - 1) + 2 D (M - 1) / M numbers), where D is the table's width. For n-gram tables 8 r, since their weights
-    have no gradient; with a gate, D for each read. With `train.recompute`, slots, weights and outputs are sent a
-    second time, except the last outputs of a block.
-    gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) if the reads
-    themselves are sent, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less. Where slots
-    are chosen, also 2 (W - 1) / W of the rows' counts, among all ranks.
-    statistics: of batch-normalised queries, in each forward: two moments to all others, two sums back.
-    A number takes 2 bytes in bf16 and fp16 (on a GPU), otherwise 4. Left out: some 100 bytes per step for loss, norms
-    and stop requests, and what validation and checkpoints send.
-    """
-    train = recipe.train
-    tokens, groups = train.batch_tokens // ranks, ranks // table_ranks
-    number = 2 if in_half_precision(recipe) else 4
-    # If only tables train, no gradient reaches the queries of the first memory: its reads have none.
-    first = next((block for block in cost.blocks if block.tables), None) if train.only == "values" else None
-    reads = gradients = 0
-    for block in cost.blocks:
-        for table in block.tables:
-            # Recomputation stops at the last activation that a backward needs: before the block's last output.
-            passes = 2 if train.recompute and not table.last else 1
-            outputs = (1 + passes) * table.outputs * table.width * number // table_ranks
-            fixed = block is first and table is block.tables[0]
-            numbers = (20 if train.recompute else 12) - 4 * (fixed or not table.weighted)
-            reads += tokens * (table_ranks - 1) * (numbers * table.reads + outputs)
-    for table in cost.tables:
-        read_by, columns = table.layers * table_ranks * tokens * table.outputs, table.width // table_ranks
-        reads_of_one = table.reads // table.outputs
-        gradients += min(exchange_bytes(read_by, reads_of_one, table.rows, columns, number, ranks=groups))
-        if recipe.finetune.slots != "all":
-            gradients += 2 * (ranks - 1) * 8 * table.rows // ranks
-    in_blocks, outside = shardable(cost) if recipe.parallel.shard else (0, 0)
-    learns = recipe.train.only == "all"
-    summed = cost.dense - in_blocks - outside if learns else moving_of(recipe, cost.blocks)
-    fetched = recipe.micro_batches(ranks) * ((2 + learns) * in_blocks + (1 + learns) * outside)
-    statistics = 0
-    if recipe.train.only in ("all", "memories"):
-        features = 2 * 4 * sum(block.statistics for block in cost.blocks)
-        passes = 2 if train.recompute else 1
-        forward = passes * (ranks - 1) * features + 2 * (ranks - 1) * features // ranks
-        statistics = recipe.micro_batches(ranks) * forward
-    return {
-        "dense": 4 * (ranks - 1) * (2 * summed + fetched) // ranks,
-        "reads": reads,
-        "gradients": gradients,
-        "statistics": statistics,
-    }
 
 
 def largest_memory(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.console import Column, Table, number
-from pkmlm.cost import BlockCost, Cost, bytes_held, bytes_sent, cost_of, divisions, largest_memory
+from pkmlm.cost import BlockCost, Cost, bytes_held, cost_of, divisions, largest_memory
 from pkmlm.data.corpus import FILE, read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.constraints import check_ranks
@@ -23,7 +23,7 @@ def recipe_report(
     Args:
         file: the recipe's file, for errors.
         entry_bytes: bytes per entry of values and tables.
-        ranks: if given, the report also says what each of so many ranks holds and sends, for each division of tables.
+        ranks: if given, the report also says what each of so many ranks holds, for each division of tables.
         device_bytes: with ranks: the report also says how large a memory fits into so many bytes on each of them.
 
     Raises:
@@ -53,17 +53,16 @@ def recipe_report(
     check_ranks(replace(recipe, parallel=Parallel()), ranks, file)
     entries: list[dict[str, Any]] = []
     for memory in divisions(cost, ranks):
-        held, sent = (count(recipe, cost, ranks, memory) for count in (bytes_held, bytes_sent))
+        held = bytes_held(recipe, cost, ranks, memory)
         entry: dict[str, Any] = {
             "memory": memory,
             "training_bytes": {**held, "total": sum(held.values())},
-            "sent_bytes_per_step": {**sent, "total": sum(sent.values())},
         }
         if device_bytes is not None:
             entry["largest"] = largest_memory(recipe, vocab_size, ranks, memory, device_bytes)
         entries.append(entry)
     result["world"] = {"ranks": ranks, "device_bytes": device_bytes, "divisions": entries}
-    return result, tables + rank_tables(recipe, result["world"])
+    return result, tables + rank_tables(result["world"])
 
 
 def vocab_size_of(recipe: Recipe) -> int:
@@ -105,27 +104,20 @@ def layer_table(recipe: Recipe, cost: Cost) -> Table:
     return Table(title, columns, rows)
 
 
-def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
-    """What a rank holds and sends, and the largest memory that fits, for each division of the tables.
+def rank_tables(world: dict[str, Any]) -> list[Table]:
+    """What a rank holds, and the largest memory that fits, for each division of the tables.
 
     Args:
         world: the entry "world" of the JSON of `recipe_report`.
     """
     divisions = world["divisions"]
     held = [(each["memory"], *(size / GIGA for size in each["training_bytes"].values())) for each in divisions]
-    sent = [(each["memory"], *(size / MEGA for size in each["sent_bytes_per_step"].values())) for each in divisions]
     held_names = divisions[0]["training_bytes"]
-    sent_names = ("dense gradients", "reads, outputs", "table gradients", "statistics", "total")
     tables = [
         Table(
             f"Memory of each of {world['ranks']} ranks (GB), by parallel.memory (M)",
             [number("M"), *(number(name, "{:,.2f}") for name in held_names)],
             held,
-        ),
-        Table(
-            f"Sent by each in a step of {recipe.train.batch_tokens:,} tokens (MB)",
-            [number("M"), *(number(name, "{:,.1f}") for name in sent_names)],
-            sent,
         ),
     ]
     if world["device_bytes"] is not None and all(each["largest"] for each in divisions):

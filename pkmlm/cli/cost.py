@@ -30,9 +30,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
     default="2",
     help="Bytes per entry of values and tables: 2 as the papers count (fp16), 4 for fp32.",
 )
-@click.option(
-    "--world", type=click.IntRange(1, 1 << 16), metavar="W", help="Also show what each of W ranks needs and sends."
-)
+@click.option("--world", type=click.IntRange(1, 1 << 16), metavar="W", help="Also show what each of W ranks needs.")
 @click.option(
     "--device-memory",
     metavar="SIZE",
@@ -53,8 +51,8 @@ def command(
     Operations are multiply-adds, each counted once, over one sequence of model.context tokens. "built" sums the layers;
     "paper" is the block formula of MemoryFormer, for the blocks that it describes. Training memory is an
     estimate: fp32 weights, gradients and Adam moments, and one micro-batch of activations; train.precision=auto
-    is counted as fp32 (on a GPU it may be bf16: -s train.precision=bf16). --world counts what each rank holds
-    and sends in a step, for every possible parallel.memory.
+    is counted as fp32 (on a GPU it may be bf16: -s train.precision=bf16). --world counts what each rank holds,
+    for every possible parallel.memory.
 
     \b
     Examples:
