@@ -8,8 +8,6 @@ top-k and the sums of candidate scores, biases, residual sums, the embedding loo
 s: tokens of a sequence; d: model width.
 """
 
-import math
-from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +17,14 @@ from torch import nn
 
 from pkmlm.kernels.matmul import SCORES
 from pkmlm.memory.base import SparseMemory, memories
-from pkmlm.memory.spec import MAX_SLOTS, Spec
 from pkmlm.memory.table import Pool, tables_of
 from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk
 from pkmlm.model.transformer import FFN, Transformer, build_block, build_pools, matrices_of, trained_names
-from pkmlm.recipe.constraints import MAX_PARAMETERS
 from pkmlm.recipe.schema import Model, Recipe
+
+ENTRY_BYTES = 2  # of an entry of values and tables, as the papers count (fp16)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,6 @@ class Cost:
             ones except other tokens' rows of the input embedding and of learned positions. (All of a tied embedding is
             read, as the head.)
         flops_per_token: blocks and head, averaged over a full sequence.
-        entry_bytes: bytes per entry of values and tables, for table_bytes and gather_bytes_per_token.
         training: bytes by what they hold; see `training_bytes`.
     """
 
@@ -116,12 +113,11 @@ class Cost:
     read_per_token: int
     blocks: tuple[BlockCost, ...]
     flops_per_token: int
-    entry_bytes: int
     training: dict[str, int]
 
     @property
     def gather_bytes_per_token(self) -> int:
-        return sum(block.read for block in self.blocks) * self.entry_bytes
+        return sum(block.read for block in self.blocks) * ENTRY_BYTES
 
     @property
     def tables(self) -> list[TableCost]:
@@ -138,7 +134,7 @@ class Cost:
                     "layer": block.layer,
                     "flops": own + block.attention_flops,
                     "flops_without_attention": own,
-                    "table_bytes": block.memory * self.entry_bytes,
+                    "table_bytes": block.memory * ENTRY_BYTES,
                     "paper": None
                     if paper is None
                     else {"flops": paper + block.attention_flops, "flops_without_attention": paper},
@@ -149,18 +145,16 @@ class Cost:
             "block": blocks,
             "flops_per_token": self.flops_per_token,
             "gather_bytes_per_token": self.gather_bytes_per_token,
-            "entry_bytes": self.entry_bytes,
             "training_bytes": {**self.training, "total": sum(self.training.values())},
         }
 
 
-def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
+def cost_of(recipe: Recipe, vocab_size: int) -> Cost:
     """The cost of a recipe's model.
 
     Args:
         recipe: a checked recipe.
         vocab_size: rows of the embedding (`model.vocab_size` may be null).
-        entry_bytes: bytes per entry of values and tables: 2 as the papers count (fp16), 4 for fp32.
     """
     model = recipe.model
     with torch.device("meta"):
@@ -186,7 +180,6 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
         read_per_token=dense - unread + sum(block.read for block in blocks),
         blocks=tuple(blocks),
         flops_per_token=flops // model.context + vocab_size * model.dim,
-        entry_bytes=entry_bytes,
         training=training_bytes(recipe, dense, blocks, vocab_size),
     )
 
@@ -408,12 +401,6 @@ def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, t
     return min(table.layers * tokens * token_bytes, sums + table_ranks * micro_batch_tokens * token_bytes)
 
 
-def divisions(cost: Cost, ranks: int) -> list[int]:
-    """Every M that is possible: it divides the number of ranks, and the width of each table."""
-    common = math.gcd(ranks, *(table.width for table in cost.tables)) if cost.tables else 1
-    return [each for each in range(1, common + 1) if common % each == 0]
-
-
 def shardable(cost: Cost) -> tuple[int, int]:
     """How many dense parameters `parallel.shard` divides among all ranks: in blocks, and outside of them."""
     in_blocks = sum(block.dense for block in cost.blocks)
@@ -446,29 +433,3 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
             held["gradients"] -= 4 * others
             held["moments"] -= 8 * others
     return held
-
-
-def largest_memory(
-    recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, device_bytes: int
-) -> dict[str, Any] | None:
-    """The most sub-keys of the recipe's first memory that has some with which training fits into `device_bytes` on a
-    rank (0: none fits), with its name, slots, and entries of its tables; None: no memory has sub-keys.
-    """
-    model = recipe.model
-    name = next((name for name, memory in model.memories.items() if memory.with_keys(1) is not None), None)
-    if name is None:
-        return None
-
-    def sized(num_keys: int) -> Spec:
-        memory = model.memories[name].with_keys(num_keys)
-        assert memory is not None
-        return memory
-
-    def too_large(num_keys: int) -> bool:
-        larger = replace(recipe, model=replace(model, memories={**model.memories, name: sized(num_keys)}))
-        return sum(bytes_held(larger, cost_of(larger, vocab_size), ranks, table_ranks).values()) > device_bytes
-
-    most = math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // model.dim))
-    found = bisect(range(1, most + 1), False, key=too_large)  # how many of 1, 2, ... are not too large
-    entries = sum(table.rows * table.width for table in sized(max(found, 1)).tables(model.dim, vocab_size))
-    return {"memory": name, "num_keys": found, "slots": found**2, "entries": entries if found else 0}
