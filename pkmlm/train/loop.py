@@ -12,7 +12,6 @@ from pkmlm.measure.drift import Drift
 from pkmlm.runs import checkpoint
 from pkmlm.runs.checkpoint import prune
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import USAGE
 from pkmlm.runs.saving import Saver
 from pkmlm.signals import StopRequest
 from pkmlm.train.job import Job, hashes_of
@@ -90,7 +89,7 @@ class Training:
         self.ended = 0.0  # when the last step that is logged was done
         self.calibrated = 0  # the step at which running statistics were last recalibrated
         self.saver = Saver(run, job.recipe, state.process_groups, log.say, lambda step: log.event("save", step))
-        self.drift = Drift(run.path / USAGE, self.recipe, state.model, self.world)
+        self.drift = Drift(self.recipe, state.model, self.world)
         self._restore()
         self.history = state.progress.validations
         state.progress.data |= hashes_of(job)
