@@ -1,16 +1,13 @@
-"""What a recipe costs: parameters, operations, bytes read, memory to train, and bytes that ranks send.
+"""What a recipe costs: parameters, operations, bytes read, and memory to train.
 
 Blocks are built on the meta device, without storage, and their modules are counted. Operations are multiply-adds, each
 counted once, of a forward over one sequence of s = model.context tokens: the products with weights, keys, values and
 table rows, and attention's own (`attention_flops`). Left out, all small beside these: norms, activations, softmax, the
 top-k and the sums of candidate scores, biases, residual sums, the embedding look-up.
 
-s: tokens of a sequence; d: model width; W: ranks; M: ranks that divide the columns of each table (`parallel.memory`);
-G = W / M: ranks that hold the same columns; t: tokens of a rank in a step; r: reads of a token.
+s: tokens of a sequence; d: model width.
 """
 
-import math
-from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,17 +16,15 @@ import torch
 from torch import nn
 
 from pkmlm.kernels.matmul import SCORES
-from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.memory.base import SparseMemory, memories
-from pkmlm.memory.query import QueryBatchNorm
-from pkmlm.memory.spec import MAX_SLOTS, Spec
 from pkmlm.memory.table import Pool, tables_of
 from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk
 from pkmlm.model.transformer import FFN, Transformer, build_block, build_pools, matrices_of, trained_names
-from pkmlm.recipe.constraints import MAX_PARAMETERS
 from pkmlm.recipe.schema import Model, Recipe
+
+ENTRY_BYTES = 2  # of an entry of values and tables, as the papers count (fp16)
 
 
 @dataclass(frozen=True)
@@ -42,8 +37,6 @@ class TableCost:
         reads: rows that one token reads in a layer.
         layers: how many read it: more than one for the table of a pool.
         outputs: sums of rows that one token reads in a layer: one per read for n-gram tables with a gate, otherwise 1.
-        weighted: whether reads have weights, which have a gradient.
-        last: whether what is read is the last that a block's backward pass needs.
     """
 
     memory: str
@@ -52,8 +45,6 @@ class TableCost:
     reads: int
     layers: int
     outputs: int = 1
-    weighted: bool = True
-    last: bool = False
 
     @property
     def parameters(self) -> int:
@@ -76,7 +67,6 @@ class BlockCost:
         paper_flops: what MemoryFormer's block formula gives without attention; None where it does not apply.
         saved: numbers kept for the backward pass, for one token (an estimate).
         scores: scores that a memory's search makes for one query of one head.
-        statistics: numbers whose running statistics a forward renews.
         moving: of the dense parameters, those that move under each `train.only`.
     """
 
@@ -91,7 +81,6 @@ class BlockCost:
     paper_flops: int | None
     saved: int
     scores: int
-    statistics: int
     moving: Mapping[str, int]
 
     @property
@@ -116,7 +105,6 @@ class Cost:
             ones except other tokens' rows of the input embedding and of learned positions. (All of a tied embedding is
             read, as the head.)
         flops_per_token: blocks and head, averaged over a full sequence.
-        entry_bytes: bytes per entry of values and tables, for table_bytes and gather_bytes_per_token.
         training: bytes by what they hold; see `training_bytes`.
     """
 
@@ -125,12 +113,11 @@ class Cost:
     read_per_token: int
     blocks: tuple[BlockCost, ...]
     flops_per_token: int
-    entry_bytes: int
     training: dict[str, int]
 
     @property
     def gather_bytes_per_token(self) -> int:
-        return sum(block.read for block in self.blocks) * self.entry_bytes
+        return sum(block.read for block in self.blocks) * ENTRY_BYTES
 
     @property
     def tables(self) -> list[TableCost]:
@@ -147,7 +134,7 @@ class Cost:
                     "layer": block.layer,
                     "flops": own + block.attention_flops,
                     "flops_without_attention": own,
-                    "table_bytes": block.memory * self.entry_bytes,
+                    "table_bytes": block.memory * ENTRY_BYTES,
                     "paper": None
                     if paper is None
                     else {"flops": paper + block.attention_flops, "flops_without_attention": paper},
@@ -158,18 +145,16 @@ class Cost:
             "block": blocks,
             "flops_per_token": self.flops_per_token,
             "gather_bytes_per_token": self.gather_bytes_per_token,
-            "entry_bytes": self.entry_bytes,
             "training_bytes": {**self.training, "total": sum(self.training.values())},
         }
 
 
-def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
+def cost_of(recipe: Recipe, vocab_size: int) -> Cost:
     """The cost of a recipe's model.
 
     Args:
         recipe: a checked recipe.
         vocab_size: rows of the embedding (`model.vocab_size` may be null).
-        entry_bytes: bytes per entry of values and tables: 2 as the papers count (fp16), 4 for fp32.
     """
     model = recipe.model
     with torch.device("meta"):
@@ -195,7 +180,6 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
         read_per_token=dense - unread + sum(block.read for block in blocks),
         blocks=tuple(blocks),
         flops_per_token=flops // model.context + vocab_size * model.dim,
-        entry_bytes=entry_bytes,
         training=training_bytes(recipe, dense, blocks, vocab_size),
     )
 
@@ -220,7 +204,6 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
     with torch.device("meta"):
         block = build_block(model, vocab_size, layer, micro_batches=1, pools=pools)
     found = memories(block)
-    last = [*memories([*block.parts.values()][-1])][-1:]
     maps = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
     tables = [
         TableCost(
@@ -230,8 +213,6 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
             memory.reads,
             max(1, len(memory.tap.pool)),
             memory.outputs,
-            memory.weighted,
-            last == [memory] and not memory.maps_values and table is memory.read_tables()[-1],
         )
         for memory in found
         for table in memory.read_tables()
@@ -257,7 +238,6 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
         paper_flops=paper_flops(model, layer),
         saved=saved_per_token(block, model),
         scores=max((memory.scores_per_query for memory in found), default=0),
-        statistics=sum(len(norm.weight) for norm in block.modules() if isinstance(norm, QueryBatchNorm)),
         moving={only: moving_in(block, only) for only in ("memories", "values", "gates")},
     )
 
@@ -421,12 +401,6 @@ def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, t
     return min(table.layers * tokens * token_bytes, sums + table_ranks * micro_batch_tokens * token_bytes)
 
 
-def divisions(cost: Cost, ranks: int) -> list[int]:
-    """Every M that is possible: it divides the number of ranks, and the width of each table."""
-    common = math.gcd(ranks, *(table.width for table in cost.tables)) if cost.tables else 1
-    return [each for each in range(1, common + 1) if common % each == 0]
-
-
 def shardable(cost: Cost) -> tuple[int, int]:
     """How many dense parameters `parallel.shard` divides among all ranks: in blocks, and outside of them."""
     in_blocks = sum(block.dense for block in cost.blocks)
@@ -459,84 +433,3 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
             held["gradients"] -= 4 * others
             held["moments"] -= 8 * others
     return held
-
-
-def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:
-    """Bytes that each rank sends in a step, as the usual ring and pairwise algorithms send them.
-
-    dense: 2 (W - 1) / W of the dense gradients, in fp32: an all-reduce; none where only values train. With
-    `parallel.shard`, in each forward and backward, (W - 1) / W of the parameters of blocks twice, of the others once,
-    and of all gradients once.
-    reads: slots and weights to the M - 1 others that hold columns, outputs back, and both gradients the other way:
-    t (12 r (M - 1) + 2 D (M - 1) / M numbers), where D is the table's width. For n-gram tables 8 r, since their weights
-    have no gradient; with a gate, D for each read. With `train.recompute`, slots, weights and outputs are sent a
-    second time, except the last outputs of a block.
-    gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) if the reads
-    themselves are sent, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less. Where slots
-    are chosen, also 2 (W - 1) / W of the rows' counts, among all ranks.
-    statistics: of batch-normalised queries, in each forward: two moments to all others, two sums back.
-    A number takes 2 bytes in bf16 and fp16 (on a GPU), otherwise 4. Left out: some 100 bytes per step for loss, norms
-    and stop requests, and what validation and checkpoints send.
-    """
-    train = recipe.train
-    tokens, groups = train.batch_tokens // ranks, ranks // table_ranks
-    number = 2 if in_half_precision(recipe) else 4
-    # If only tables train, no gradient reaches the queries of the first memory: its reads have none.
-    first = next((block for block in cost.blocks if block.tables), None) if train.only == "values" else None
-    reads = gradients = 0
-    for block in cost.blocks:
-        for table in block.tables:
-            # Recomputation stops at the last activation that a backward needs: before the block's last output.
-            passes = 2 if train.recompute and not table.last else 1
-            outputs = (1 + passes) * table.outputs * table.width * number // table_ranks
-            fixed = block is first and table is block.tables[0]
-            numbers = (20 if train.recompute else 12) - 4 * (fixed or not table.weighted)
-            reads += tokens * (table_ranks - 1) * (numbers * table.reads + outputs)
-    for table in cost.tables:
-        read_by, columns = table.layers * table_ranks * tokens * table.outputs, table.width // table_ranks
-        reads_of_one = table.reads // table.outputs
-        gradients += min(exchange_bytes(read_by, reads_of_one, table.rows, columns, number, ranks=groups))
-        if recipe.finetune.slots != "all":
-            gradients += 2 * (ranks - 1) * 8 * table.rows // ranks
-    in_blocks, outside = shardable(cost) if recipe.parallel.shard else (0, 0)
-    learns = recipe.train.only == "all"
-    summed = cost.dense - in_blocks - outside if learns else moving_of(recipe, cost.blocks)
-    fetched = recipe.micro_batches(ranks) * ((2 + learns) * in_blocks + (1 + learns) * outside)
-    statistics = 0
-    if recipe.train.only in ("all", "memories"):
-        features = 2 * 4 * sum(block.statistics for block in cost.blocks)
-        passes = 2 if train.recompute else 1
-        forward = passes * (ranks - 1) * features + 2 * (ranks - 1) * features // ranks
-        statistics = recipe.micro_batches(ranks) * forward
-    return {
-        "dense": 4 * (ranks - 1) * (2 * summed + fetched) // ranks,
-        "reads": reads,
-        "gradients": gradients,
-        "statistics": statistics,
-    }
-
-
-def largest_memory(
-    recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, device_bytes: int
-) -> dict[str, Any] | None:
-    """The most sub-keys of the recipe's first memory that has some with which training fits into `device_bytes` on a
-    rank (0: none fits), with its name, slots, and entries of its tables; None: no memory has sub-keys.
-    """
-    model = recipe.model
-    name = next((name for name, memory in model.memories.items() if memory.with_keys(1) is not None), None)
-    if name is None:
-        return None
-
-    def sized(num_keys: int) -> Spec:
-        memory = model.memories[name].with_keys(num_keys)
-        assert memory is not None
-        return memory
-
-    def too_large(num_keys: int) -> bool:
-        larger = replace(recipe, model=replace(model, memories={**model.memories, name: sized(num_keys)}))
-        return sum(bytes_held(larger, cost_of(larger, vocab_size), ranks, table_ranks).values()) > device_bytes
-
-    most = math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // model.dim))
-    found = bisect(range(1, most + 1), False, key=too_large)  # how many of 1, 2, ... are not too large
-    entries = sum(table.rows * table.width for table in sized(max(found, 1)).tables(model.dim, vocab_size))
-    return {"memory": name, "num_keys": found, "slots": found**2, "entries": entries if found else 0}

@@ -6,64 +6,39 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.console import Column, Table, number
-from pkmlm.cost import BlockCost, Cost, bytes_held, bytes_sent, cost_of, divisions, largest_memory
+from pkmlm.cost import ENTRY_BYTES, BlockCost, Cost, cost_of
 from pkmlm.data.corpus import FILE, read_index
 from pkmlm.errors import UserError
-from pkmlm.recipe.constraints import check_ranks
-from pkmlm.recipe.schema import Parallel, Recipe
+from pkmlm.recipe.schema import Recipe
 
 MEGA, GIGA = 10**6, 10**9
 
 
-def recipe_report(
-    recipe: Recipe, file: str, entry_bytes: int, ranks: int | None, device_bytes: int | None
-) -> tuple[dict[str, Any], list[Table]]:
+def recipe_report(recipe: Recipe) -> tuple[dict[str, Any], list[Table]]:
     """A recipe's cost, as JSON and as tables.
 
-    Args:
-        file: the recipe's file, for errors.
-        entry_bytes: bytes per entry of values and tables.
-        ranks: if given, the report also says what each of so many ranks holds and sends, for each division of tables.
-        device_bytes: with ranks: the report also says how large a memory fits into so many bytes on each of them.
-
     Raises:
-        UserError: the vocabulary size is not known, or a step does not divide into whole micro-batches on the ranks.
+        UserError: the vocabulary size is not known.
     """
     vocab_size = vocab_size_of(recipe)
-    cost = cost_of(recipe, vocab_size, entry_bytes)
+    cost = cost_of(recipe, vocab_size)
     result = cost.as_json()
     whole = [
         ("parameters, dense (embeddings with them)", cost.dense),
         ("parameters, memory values and tables", cost.memory),
         ("parameters read per token", cost.read_per_token),
         (f"operations per token, with the head of {vocab_size:,}", cost.flops_per_token),
-        (f"bytes of values and tables, at {cost.entry_bytes} an entry", cost.memory * cost.entry_bytes),
+        (f"bytes of values and tables, at {ENTRY_BYTES} an entry", cost.memory * ENTRY_BYTES),
         ("bytes gathered from them per token", cost.gather_bytes_per_token),
     ]
     training = [(name, size / MEGA) for name, size in result["training_bytes"].items() if size]
     precision = "auto taken as fp32" if recipe.train.precision == "auto" else f"in {recipe.train.precision}"
     title = f"Memory to train, estimated: {recipe.train.micro_batch} sequences a forward, {precision}"
-    tables = [
+    return result, [
         layer_table(recipe, cost),
         Table("The whole model", [Column("what"), number("number")], whole),
         Table(title, [Column("for"), number("MB", "{:,.1f}")], training),
     ]
-    if ranks is None:
-        return result, tables
-    check_ranks(replace(recipe, parallel=Parallel()), ranks, file)
-    entries: list[dict[str, Any]] = []
-    for memory in divisions(cost, ranks):
-        held, sent = (count(recipe, cost, ranks, memory) for count in (bytes_held, bytes_sent))
-        entry: dict[str, Any] = {
-            "memory": memory,
-            "training_bytes": {**held, "total": sum(held.values())},
-            "sent_bytes_per_step": {**sent, "total": sum(sent.values())},
-        }
-        if device_bytes is not None:
-            entry["largest"] = largest_memory(recipe, vocab_size, ranks, memory, device_bytes)
-        entries.append(entry)
-    result["world"] = {"ranks": ranks, "device_bytes": device_bytes, "divisions": entries}
-    return result, tables + rank_tables(recipe, result["world"])
 
 
 def vocab_size_of(recipe: Recipe) -> int:
@@ -103,35 +78,3 @@ def layer_table(recipe: Recipe, cost: Cost) -> Table:
     if any(table.layers > 1 for table in cost.tables):
         title += "; layers share a table"
     return Table(title, columns, rows)
-
-
-def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
-    """What a rank holds and sends, and the largest memory that fits, for each division of the tables.
-
-    Args:
-        world: the entry "world" of the JSON of `recipe_report`.
-    """
-    divisions = world["divisions"]
-    held = [(each["memory"], *(size / GIGA for size in each["training_bytes"].values())) for each in divisions]
-    sent = [(each["memory"], *(size / MEGA for size in each["sent_bytes_per_step"].values())) for each in divisions]
-    held_names = divisions[0]["training_bytes"]
-    sent_names = ("dense gradients", "reads, outputs", "table gradients", "statistics", "total")
-    tables = [
-        Table(
-            f"Memory of each of {world['ranks']} ranks (GB), by parallel.memory (M)",
-            [number("M"), *(number(name, "{:,.2f}") for name in held_names)],
-            held,
-        ),
-        Table(
-            f"Sent by each in a step of {recipe.train.batch_tokens:,} tokens (MB)",
-            [number("M"), *(number(name, "{:,.1f}") for name in sent_names)],
-            sent,
-        ),
-    ]
-    if world["device_bytes"] is not None and all(each["largest"] for each in divisions):
-        rows = [[each["memory"], *([*each["largest"].values()][1:])] for each in divisions]
-        columns = [number(name) for name in ("M", "num_keys", "slots", "entries of tables")]
-        name = divisions[0]["largest"]["memory"]
-        title = f"Largest {name} that fits, with {world['device_bytes'] / GIGA:,.4g} GB for each rank"
-        tables.append(Table(title, columns, rows))
-    return tables

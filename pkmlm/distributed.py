@@ -23,19 +23,16 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 @dataclass
-class CommStats:
-    """What this rank has sent to others, how long it waits for them, and what its errors report.
+class CommState:
+    """How long this rank waits for others, and what its errors report.
 
     Attributes:
         timeout: seconds that a rank waits for another.
-        sent: bytes, as the usual ring and pairwise algorithms send them; without those of FSDP2, which does not report
-            them.
         step: the training step, for errors; 0: none.
         failed: the rank whose error ended a block of `collective_errors`; None: none, or it is not known which.
     """
 
     timeout: float = 1800.0
-    sent: float = 0.0
     step: int = 0
     failed: int | None = None
 
@@ -52,7 +49,7 @@ class World:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    comm_stats: CommStats = field(default_factory=CommStats, compare=False, repr=False)
+    comm_state: CommState = field(default_factory=CommState, compare=False, repr=False)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in the tensor's dtype: written into the tensor itself, and returned."""
@@ -68,7 +65,7 @@ class World:
 
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size > 1:
-            with self._sending(2 * (self.size - 1) / self.size * tensor.nbytes):
+            with self._network_errors():
                 dist.all_reduce(tensor, operation, self.group)
         return tensor
 
@@ -77,7 +74,7 @@ class World:
         if self.size == 1:
             return x
         out = x.new_empty(self.size * len(x), *x.shape[1:])
-        with self._sending((self.size - 1) * x.nbytes):
+        with self._network_errors():
             ALL_GATHER(out, x.contiguous(), self.group)
         return out
 
@@ -86,7 +83,7 @@ class World:
         if self.size == 1:
             return x
         out = x.new_empty(len(x) // self.size, *x.shape[1:])
-        with self._sending((self.size - 1) / self.size * x.nbytes):
+        with self._network_errors():
             REDUCE_SCATTER(out, x.contiguous(), group=self.group)
         return out
 
@@ -97,7 +94,7 @@ class World:
         if self.size == 1:
             return x
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        with self._sending((self.size - 1) / self.size * x.nbytes):
+        with self._network_errors():
             dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
@@ -132,7 +129,7 @@ class World:
             failure = error
         codes = self.gather_objects(failure.exit_code if failure else 0) if self.size > 1 else []
         first = next((rank for rank, code in enumerate(codes) if code), None)
-        self.comm_stats.failed = first
+        self.comm_state.failed = first
         if first is None:
             return
         if first != self.rank or failure is None:
@@ -155,7 +152,8 @@ class World:
             raise (error if error.exit_code == 1 else self.on_rank_zero(error)) from None
 
     @contextmanager
-    def _sending(self, size: float) -> Iterator[None]:
+    def _network_errors(self) -> Iterator[None]:
+        """A block that sends tensors: no gradients in it, and failures of the network as a UserError."""
         try:
             with torch.no_grad():
                 yield
@@ -163,11 +161,10 @@ class World:
             if is_network_error(error):
                 raise self.network_error(error) from error
             raise
-        self.comm_stats.sent += size
 
     def network_error(self, error: BaseException) -> UserError:
         """The one-line error for a network failure, which does not say which rank caused it."""
-        at = f", step {self.comm_stats.step}" if self.comm_stats.step else ""
+        at = f", step {self.comm_state.step}" if self.comm_state.step else ""
         what, hint = "the connection to another rank is lost", "the first rank to end says why"
         if re.search("timed? ?out", str(error), re.IGNORECASE):
             what = "no answer from another rank in time"
@@ -215,18 +212,18 @@ def _part(world: World, parts: list[list[int]]) -> World:
     if len(parts) == 1:
         return world
     if len(parts) == world.size:
-        return World(comm_stats=world.comm_stats)
-    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timedelta(seconds=world.comm_stats.timeout))
-    return World(dist.get_rank(group), dist.get_world_size(group), group, world.comm_stats)
+        return World(comm_state=world.comm_state)
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timedelta(seconds=world.comm_state.timeout))
+    return World(dist.get_rank(group), dist.get_world_size(group), group, world.comm_state)
 
 
 def for_background(world: World) -> World:
     """The same ranks with a group of their own, over gloo, for collectives of a thread beside the main one; all ranks
-    call it. What it sends is not counted in the statistics of `world`.
+    call it.
     """
     if world.size == 1:
         return World()
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.comm_stats.timeout))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.comm_state.timeout))
     return World(world.rank, world.size, group)
 
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pkmlm.distributed import CommStats, World
+from pkmlm.distributed import CommState, World
 from pkmlm.environment import SIZE, collective_timeout, launched_processes
 from pkmlm.errors import UserError, first_line, printable
 
@@ -53,7 +53,7 @@ def init_distributed() -> Iterator[World]:
         hint = f"start all ranks, and check that they can reach that address; to work alone, unset {SIZE}"
         raise UserError(message, hint, exit_code=1) from None
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), comm_stats=CommStats(timeout))
+        yield World(dist.get_rank(), dist.get_world_size(), comm_state=CommState(timeout))
     except BaseException as error:
         own = f"rank {dist.get_rank()}"
         if isinstance(error, UserError) and dist.get_rank() > 0 and not error.message.startswith(own):

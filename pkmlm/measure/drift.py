@@ -5,7 +5,6 @@ K: slots; S: slots sampled; D: width of a value.
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from pkmlm.measure.counters import ReadListener
 from pkmlm.memory.base import SparseMemory, memories
 from pkmlm.memory.table import side_by_side
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.results import write_arrays
 from pkmlm.seeds import derived_seed
 
 SAMPLE = 2048  # values of a memory whose movement is measured
@@ -27,22 +25,21 @@ RECORD, LINE = 1, 2  # bits: a slot is read since the last record; in this windo
 
 
 class Drift(ReadListener):
-    """Records a "drift" event and RUN/usage/drift-step-N.npz every `eval.every` steps, and at the end of training if
-    that comes at least half as many steps after the last record.
+    """Records a "drift" event every `eval.every` steps, and at the end of training if that comes at least half as many
+    steps after the last record.
 
     Reads of all slots are noted while the `with` block runs; the values of SAMPLE slots, drawn from the recipe's seed,
     are compared with those at the last record. A checkpoint holds the state (`tensors`).
 
     Args:
-        folder: RUN/usage.
         recipe: of the run.
         model: whose memories are watched, with the weights from which training starts.
-        world: the ranks that train the model. All of them call each method; rank 0 writes.
+        world: the ranks that train the model. All of them call each method.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, model: nn.Module, world: World | None = None):
+    def __init__(self, recipe: Recipe, model: nn.Module, world: World | None = None):
         self.world = world or World()
-        self.folder, self.every, self.last = folder, recipe.eval.every, recipe.train.steps
+        self.every, self.last = recipe.eval.every, recipe.train.steps
         seed = derived_seed(recipe.train.seed, "drift")
         watched = {memory: _MemoryDrift(memory, seed, self.world) for memory in memories(model)}
         super().__init__((each.tap, each.add) for each in watched.values())
@@ -95,16 +92,8 @@ class Drift(ReadListener):
         if not self.memories or step == self.since or not (ends or (self.every > 0 and step % self.every == 0)):
             return
         found = [memory.record(self.since, step) for memory in self.memories]
-        log_event("drift", step, since=self.since, memories=[numbers for numbers, _ in found])
+        log_event("drift", step, since=self.since, memories=found)
         self.since = step
-        arrays = {
-            f"{number}-{name}": tensor.cpu().numpy()
-            for number, (_, tensors) in enumerate(found)
-            for name, tensor in tensors.items()
-        }
-        with self.world.collective_errors():
-            if self.world.rank == 0:
-                write_arrays(self.folder / f"drift-step-{step}.npz", arrays)
 
 
 class _MemoryDrift:
@@ -138,10 +127,8 @@ class _MemoryDrift:
     def forget(self, bit: int) -> None:
         self.bits_K &= ~bit
 
-    def record(self, since: int, step: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """End a window: the numbers of the event, and the arrays that they were computed from: which slots were read,
-        when each was last found read, the slots sampled, how far their values have moved (2-norm), and their norms
-        before.
+    def record(self, since: int, step: int) -> dict[str, Any]:
+        """End a window: the numbers of the event.
 
         `read` counts the slots read in this window, since the last record; `died` those read in the window before but
         not in this one; `woke` the reverse. Both are 0 in the first record. `never` counts the slots never read.
@@ -151,9 +138,7 @@ class _MemoryDrift:
         woke = int((read_K & ~before_K).sum()) if since else 0
         died = int((before_K & ~read_K).sum()) if since else 0
         self.last_K[read_K] = step
-        moved_S = (values_SD - self.before_SD).norm(dim=1)
-        norm_S = self.before_SD.norm(dim=1)
-        share_S = moved_S / norm_S.clamp(min=1e-12)
+        share_S = (values_SD - self.before_SD).norm(dim=1) / self.before_SD.norm(dim=1).clamp(min=1e-12)
         read_S = read_K[self.sample_S]
         median = float(share_S[read_S].median()) if bool(read_S.any()) else math.nan
         numbers = {
@@ -167,5 +152,4 @@ class _MemoryDrift:
         }
         self.forget(RECORD)
         self.before_SD = values_SD
-        noted = {"read_K": read_K, "last_K": self.last_K, "sample_S": self.sample_S}
-        return numbers, {**noted, "moved_S": moved_S, "norm_S": norm_S}
+        return numbers

@@ -160,11 +160,6 @@ class SparseMemory(nn.Module, ABC):
         """The tables that it reads, in order, including those of a pool, which the model owns."""
         return [self.values]
 
-    @property
-    def maps_values(self) -> bool:
-        """Whether there is a map between its values and the residual stream."""
-        return False
-
     def key_parameters(self) -> list[nn.Parameter]:
         """The keys that queries are compared with, if it has some."""
         return []

@@ -145,10 +145,6 @@ class KeyMemory(SparseMemory):
     def make_keys(self, memory: KeySpec) -> None:
         """Make the parameters of the keys: the only ones that this module holds itself, not in a submodule."""
 
-    @property
-    def maps_values(self) -> bool:
-        return self.output is not None
-
     def key_parameters(self) -> list[nn.Parameter]:
         return [*self.parameters(recurse=False)]
 

@@ -5,7 +5,6 @@ metrics.jsonl                     one event per line
 eval/NAME-step-N[-stride-S].json  what `eval --json` prints of a perplexity; NAME is that of a split or a text
 eval/tasks-NAMES[-shots-K]-step-N[-limit-L].json    likewise, of zero-shot tasks
 usage/NAME-step-N.json, .npz      an entry of `usage-report --format json`, and its arrays
-usage/drift-step-N.npz            what a "drift" event was computed from
 steps.json                        how long steps take, timed in turn with those of other runs: `StepTimes`
 
 Names of files are for people. A result holds the digest of the checkpoint that it was measured on ("checkpoint"), and

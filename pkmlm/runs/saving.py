@@ -134,7 +134,7 @@ class Saver:
         self.thread.join()
         self.thread = None
         if self.failure is not None:
-            self.ranks.world.comm_stats.failed = self.background.comm_stats.failed
+            self.ranks.world.comm_state.failed = self.background.comm_state.failed
             failure, self.failure = self.failure, None
             raise failure
         self.saved(self.step)

@@ -12,7 +12,6 @@ from pkmlm.measure.drift import Drift
 from pkmlm.runs import checkpoint
 from pkmlm.runs.checkpoint import prune
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import USAGE
 from pkmlm.runs.saving import Saver
 from pkmlm.signals import StopRequest
 from pkmlm.train.job import Job, hashes_of
@@ -48,14 +47,12 @@ class Unlogged:
     Attributes:
         began: when it was queued, by the monotonic clock.
         tokens: scored so far, with it.
-        sent: bytes that this rank has sent for it.
         line: what the progress line says besides.
     """
 
     taken: QueuedStep
     began: float
     tokens: int
-    sent: float
     line: str
 
 
@@ -92,7 +89,7 @@ class Training:
         self.ended = 0.0  # when the last step that is logged was done
         self.calibrated = 0  # the step at which running statistics were last recalibrated
         self.saver = Saver(run, job.recipe, state.process_groups, log.say, lambda step: log.event("save", step))
-        self.drift = Drift(run.path / USAGE, self.recipe, state.model, self.world)
+        self.drift = Drift(self.recipe, state.model, self.world)
         self._restore()
         self.history = state.progress.validations
         state.progress.data |= hashes_of(job)
@@ -140,15 +137,14 @@ class Training:
         numbers have come by then, and the GPU has work to do while they are written.
         """
         state, progress = self.state, self.state.progress
-        began, sent_before = time.monotonic(), self.world.comm_stats.sent
+        began = time.monotonic()
         with self.drift:
             taken = queue_step(state, progress.step + 1)
         if not state.waits:
             self._log_step()
         progress.step += 1
         progress.tokens += state.batches.scored(progress.step)
-        sent = self.world.comm_stats.sent - sent_before
-        self.unlogged = Unlogged(taken, began, progress.tokens, sent, self.drift.after_step())
+        self.unlogged = Unlogged(taken, began, progress.tokens, self.drift.after_step())
         if state.waits:
             self._log_step()
 
@@ -169,7 +165,6 @@ class Training:
         self.ended = now
         progress.seconds += seconds
         tokens_per_second = self.recipe.train.batch_tokens / seconds
-        counts_bytes = self.world.size > 1 and not self.recipe.parallel.shard  # FSDP2 does not say what it sends
         first, *others = state.param_groups
         rates = {f"lr_{group.name}": group.schedule.lr_at(step) for group in others}
         norms = {("grad_norm" if name == first.name else f"grad_norm_{name}"): x for name, x in result.norms.items()}
@@ -182,7 +177,6 @@ class Training:
             tokens=logged.tokens,
             tokens_per_second=round(tokens_per_second, 1),
             **{name: finite_or_none(norm) for name, norm in norms.items()},
-            **({"bytes_sent": round(logged.sent)} if counts_bytes else {}),
             **({"skipped": True} if result.skipped else {}),
         )
         if result.skipped and state.loss_scale:

@@ -72,7 +72,6 @@ def data_parallel_loss(
 def _all_sum(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Sum a bucket of gradients over the ranks; DDP itself would take means, which rounds once more."""
     gradients = bucket.buffer()
-    world.comm_stats.sent += 2 * (world.size - 1) / world.size * gradients.nbytes
     work = dist.all_reduce(gradients, group=world.group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 

@@ -247,6 +247,6 @@ def noting_failure(run: RunDirectory, world: World) -> Iterator[None]:
             exit_code = int(failure.code or 0)
         if world.rank == 0:
             with suppress(UserError):  # if this cannot be written either, the failure itself matters more
-                facts = {"status": status, "exit_code": exit_code, "rank": world.comm_stats.failed, "message": message}
+                facts = {"status": status, "exit_code": exit_code, "rank": world.comm_state.failed, "message": message}
                 run.write_facts(**facts, step=max(run.steps(), default=0))
         raise

@@ -165,7 +165,7 @@ def queue_step(state: TrainState, step: int) -> QueuedStep:
     has diverged is known when the result is asked for.
     """
     world, loss_scale = state.process_groups.world, state.loss_scale
-    world.comm_stats.step = step
+    world.comm_state.step = step
     place = (step, world.rank) if world.rank else (step,)
     torch.manual_seed(derived_seed(state.recipe.train.seed, "dropout", *place))
     state.model.train()

@@ -19,8 +19,6 @@ from torch.distributed.fsdp import fully_shard
 
 from pkmlm import launched
 from pkmlm.cli import launch, main
-from pkmlm.cost import bytes_sent as bytes_sent_by_cost
-from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
 from pkmlm.distributed import ProcessGroups, World, build_process_groups
 from pkmlm.environment import TIMEOUT, source_sha256
@@ -36,7 +34,7 @@ from pkmlm.memory.row_adam import RowSGD
 from pkmlm.memory.row_exchange import all_gather_row_gradients, even_row_gradients
 from pkmlm.memory.table import Values
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import Finetune, Parallel, Recipe, Train
+from pkmlm.recipe.schema import Parallel, Recipe, Train
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.step import StepResult, TrainState, train_step
@@ -171,7 +169,7 @@ def ranks_among(world: World, size: int, memory: int) -> ProcessGroups:
     def part(chosen: list[list[int]]) -> World:
         groups = [dist.new_group(members) for members in chosen]
         ((members, group),) = [(m, g) for m, g in zip(chosen, groups, strict=True) if world.rank in m]
-        return World(members.index(world.rank), len(members), group, world.comm_stats)
+        return World(members.index(world.rank), len(members), group, world.comm_state)
 
     starts = range(0, world.size, size)
     columns = [list(range(first, first + memory)) for first in range(0, world.size, memory)]
@@ -179,13 +177,12 @@ def ranks_among(world: World, size: int, memory: int) -> ProcessGroups:
     return ProcessGroups(part([list(range(first, first + size)) for first in starts]), part(columns), part(same))
 
 
-def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) -> Recipe:
+def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, recompute: bool = False) -> Recipe:
     return recipe_2019(
         model=MODELS[kind],
         optim=golden_optim(kind),
-        train=Train(**{"steps": 50, "batch_tokens": 128, "micro_batch": micro_batch, **train}),
+        train=Train(steps=50, batch_tokens=128, micro_batch=micro_batch, recompute=recompute),
         parallel=Parallel(memory=memory),
-        finetune=Finetune(slots="count" if train.get("only") == "values" else "all", top=3),
     )
 
 
@@ -349,19 +346,6 @@ def resumed_to_the_bit() -> None:
             assert train_step(first, step) == train_step(second, step)
         for name, tensor in first.model.state_dict().items():
             assert torch.equal(tensor, second.model.state_dict()[name]), name
-
-
-def beside_the_cost(cases: list[list[Any]]) -> None:
-    """For each case (kind, ranks, memory, micro_batch, keys of `train`): what a rank sends in a step, and what
-    `pkmlm cost` says it does."""
-    with init_distributed() as world:
-        for kind, size, memory, micro_batch, train in cases:
-            recipe = recipe_of(kind, memory, micro_batch, **train)
-            state = state_of(recipe, ranks_among(world, size, memory))
-            before = world.comm_stats.sent
-            train_step(state, 1)
-            said = bytes_sent_by_cost(recipe, cost_of(recipe, 40), size, memory)
-            print(world.comm_stats.sent - before, sum(said.values()))
 
 
 def overflow_on_one_rank() -> None:

@@ -93,8 +93,6 @@ def test_ranks_train_as_one_process_and_rank_0_alone_writes(alone, divided):
     facts = json.loads((divided / "run.json").read_text())
     assert (facts["status"], facts["exit_code"], facts["step"], facts["ranks"]) == ("finished", 0, 8, 2)
     assert (divided / "done").exists()
-    sent = [line.get("bytes_sent") for line in RunDirectory(divided).metrics() if line["event"] == "train"]
-    assert min(sent) > 1000
     drift = [
         [line["memories"] for line in RunDirectory(run).metrics() if line["event"] == "drift"]
         for run in (alone, divided)

@@ -8,17 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pkmlm.cost import (
-    Cost,
-    attention_flops,
-    bytes_held,
-    bytes_sent,
-    cost_of,
-    divisions,
-    largest_memory,
-    row_gradient_bytes,
-)
-from pkmlm.kernels.row_gradient import exchange_bytes
+from pkmlm.cost import Cost, attention_flops, bytes_held, cost_of, row_gradient_bytes
 from pkmlm.memory.flat_key.spec import FlatKeySpec
 from pkmlm.memory.hash.layer import HashLayer
 from pkmlm.memory.hash.spec import HashSpec
@@ -234,7 +224,6 @@ def test_a_key_memory_by_hand() -> None:
     )  # an FFN of 20, and a memory: not the paper's blocks
     assert (first["table_bytes"], second["table_bytes"]) == (0, 64 * 16 * 2)
     assert cost.gather_bytes_per_token == 2 * 4 * 16 * 2
-    assert cost_of(key_memory_model(), 30, entry_bytes=4).gather_bytes_per_token == 2 * 4 * 16 * 4
     assert cost.flops_per_token == sum(block["flops"] for block in cost.as_json()["block"]) // 10 + 30 * 16
     assert cost.read_per_token == cost.dense - 9 * 16 + 2 * 4 * 16  # tied: the embedding is read whole, as the head
 
@@ -334,9 +323,6 @@ def test_a_pool_is_counted_once_and_read_in_each_layer() -> None:
     assert cost.gather_bytes_per_token == two.gather_bytes_per_token
     assert cost.training["moments"] == 8 * (cost.dense + cost.memory)
     assert cost.training["gradients"] == two.training["gradients"] == 4 * cost.dense + 2 * 256 * (40 * 128 + 4 * 64)
-    halves = bytes_sent(recipe, cost, 2, 2)
-    assert halves["reads"] == 2 * 128 * (128 * 12 + 2 * 32 * 4)  # each layer sends its own
-    assert bytes_sent(recipe, cost, 2, 1)["gradients"] == 2 * 128 * (128 * 8 + 64 * 4)
     many = cost_of(replace(recipe, train=Train(batch_tokens=2**20, micro_batch=1)), 100)
     sums = 2 * 4 * 128**2 * 64  # beside which one layer's reads of one micro-batch are kept
     assert many.training["gradients"] == 4 * cost.dense + sums + 64 * (40 * 128 + 4 * 64)
@@ -387,57 +373,11 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(body: str) -> N
     assert estimate == pytest.approx(saved_bytes(recipe, 64), rel=0.1)
 
 
-# What ranks need and send, by hand. (What the engine sends: tests/distributed/test_cost.py.)
+# What ranks need, by hand: a memory of 2^20 slots, 512 wide; 8,192 tokens per step; 4 * 32 reads of a token.
 KEYS = ProductKeySpec(layers=("2",), num_keys=1024, heads=4, topk=32, key_dim=128, query_norm="layer")
-
-
-def million(**changes: object) -> Recipe:
-    """A memory of 2^20 slots, 512 wide; 8,192 tokens per step; 4 * 32 reads of a token."""
-    model = model_2019(dim=512, layers=2, heads=8, memories={"pkm": replace(KEYS, **changes)})
-    return recipe_2019(model=model, train=Train(batch_tokens=8192, micro_batch=4))
-
-
-MILLION = million()
-HASHED = recipe_2019(
-    model=model_2019(dim=64, layers=1, heads=4, context=64, memories={"tables": HashSpec()}),
-    train=Train(batch_tokens=512, micro_batch=1),
+MILLION = recipe_2019(
+    model=model_2019(dim=512, layers=2, heads=8, memories={"pkm": KEYS}), train=Train(batch_tokens=8192, micro_batch=4)
 )
-
-
-def test_a_million_slots_of_512_by_hand() -> None:
-    cost = cost_of(MILLION, 1000)
-    alone, halves = (bytes_sent(MILLION, cost, 2, memory) for memory in (1, 2))
-    assert alone == {
-        "dense": 4 * cost.dense,
-        "reads": 0,
-        "gradients": 4096 * (128 * 8 + 512 * 4),  # one other rank; slots and weights of reads, gradients of outputs
-        "statistics": 0,
-    }
-    # 4,096 tokens: slots, weights and their gradients; outputs and their gradients, half of which stay.
-    assert halves["reads"] == 4096 * (128 * 12 + 2 * 256 * 4)
-    assert halves["gradients"] == 0
-    dense_values = 2**20 * 512 * 4
-    assert halves["reads"] < 0.05 * dense_values
-    assert alone["gradients"] < 0.05 * dense_values
-
-
-def test_small_tables_are_summed_and_large_ones_told_read_by_read() -> None:
-    assert exchange_bytes(100, 8, rows=10, width=4, ranks=4) == (3 * 100 * (64 + 16), 2 * 3 * 10 * 17 // 4)
-    cost = cost_of(HASHED, 100)
-    sent = bytes_sent(HASHED, cost, 4, 1)
-    # qkv: 8 tables of 256 rows, 192 wide, 8 reads; ffn1: 80 wide; ffn2: 8 tables of 1,024 rows, 64 wide; 128 tokens
-    reads = [3 * 128 * (8 * 8 + 4 * width) for width in (192, 80, 64)]
-    rows = [2 * 3 * 8 * size * (4 * width + 1) // 4 for size, width in ((256, 192), (256, 80), (1024, 64))]
-    assert sent["gradients"] == sum(map(min, zip(reads, rows, strict=True)))
-    few = replace(HASHED, train=Train(batch_tokens=64 * 512, micro_batch=1))
-    assert bytes_sent(few, cost_of(few, 100), 4, 1)["gradients"] == sum(rows)
-
-
-def test_batch_statistics_grow_with_forwards_not_with_tokens() -> None:
-    batch = million(query_norm="batch")
-    cost = cost_of(batch, 1000)
-    features = 4 * 128
-    assert bytes_sent(batch, cost, 2, 1)["statistics"] == 2 * (2 * features * 4 + 2 * features * 4)  # two forwards
 
 
 def test_memory_is_divided_and_reads_are_held_by_all() -> None:
@@ -468,8 +408,6 @@ def test_dense_parameters_are_divided_too() -> None:
     largest = max(block.dense for block in cost.blocks)
     assert whole["weights"] - parts["weights"] == 4 * away - 4 * (outside + 2 * largest)
     assert bytes_held(shard, cost, 1, 1) == cost.training, "one rank has none to divide with"
-    sent = bytes_sent(shard, cost, 2, 1)  # two forwards
-    assert sent["dense"] == 2 * (3 * inside + 2 * outside) * 4 // 2 + 2 * keys * 4 // 2
 
 
 def test_recomputation_keeps_the_inputs_of_blocks_and_one_block() -> None:
@@ -478,57 +416,3 @@ def test_recomputation_keeps_the_inputs_of_blocks_and_one_block() -> None:
     tokens, saved = 4 * 512, [block.saved for block in cost.blocks]
     assert cost.training["activations"] == tokens * 4 * (3 * 512 + sum(saved))
     assert less.training["activations"] == tokens * 4 * (3 * 512 + 2 * 512 + max(saved))
-
-
-def test_recomputation_repeats_all_but_the_last_table_of_each_block() -> None:
-    """Block 2 ends with a memory: its last hash table is repeated, the last one of block 1, its like, is not."""
-    memories = {**HASHED.model.memories, "pkm": replace(KEYS, num_keys=16, layers=("2+",), topk=4)}
-    model = replace(HASHED.model, layers=2, memories=memories)
-    recipe = replace(HASHED, model=model, train=replace(HASHED.train, recompute=True))
-    cost = cost_of(recipe, 100)
-    last = 2 * model.dim
-    outputs = 3 * sum(table.width for table in cost.tables) - last  # sent, as gradients, and again
-    slots = sum(20 * table.reads for table in cost.tables)
-    assert bytes_sent(recipe, cost, 2, 2)["reads"] == 256 * (slots + 4 * outputs // 2)
-
-
-def test_every_division_that_is_possible() -> None:
-    assert divisions(cost_of(MILLION, 1000), 12) == [1, 2, 4]
-    assert divisions(cost_of(HASHED, 100), 32) == [1, 2, 4, 8, 16]  # 192, 80 and 64 columns
-    dense = recipe_2019(model=model_2019(dim=64, layers=1, heads=4))
-    assert divisions(cost_of(dense, 100), 8) == [1]
-
-
-@pytest.mark.parametrize("memory", [1, 4])
-@pytest.mark.parametrize("limit", [10**9, 40 * 10**9])
-def test_the_largest_memory_fits_and_the_next_does_not(memory: int, limit: int) -> None:
-    largest = largest_memory(MILLION, 1000, 4, memory, limit)
-    keys = largest["num_keys"]
-    assert largest == {"memory": "pkm", "num_keys": keys, "slots": keys**2, "entries": 512 * keys**2}
-
-    def needed(keys: int) -> int:
-        recipe = million(num_keys=keys)
-        return sum(bytes_held(recipe, cost_of(recipe, 1000), 4, memory).values())
-
-    assert needed(keys) <= limit < needed(keys + 1)
-
-
-def test_no_memory_fits_or_there_is_none() -> None:
-    assert largest_memory(MILLION, 1000, 1, 1, 10**6) == {"memory": "pkm", "num_keys": 0, "slots": 0, "entries": 0}
-    assert largest_memory(HASHED, 100, 1, 1, 10**9) is None
-    assert largest_memory(MILLION, 1000, 8, 8, 10**18)["num_keys"] == 46340  # slots are told in 31 bits
-
-
-def test_the_first_memory_with_keys_grows_beside_the_others() -> None:
-    memories = {"tables": HashSpec(parts=("qkv",)), **MILLION.model.memories, "more": replace(KEYS, layers=("1",))}
-    mixed = replace(MILLION, model=replace(MILLION.model, memories=memories))
-    limit = 40 * 10**9
-    alone, beside = (largest_memory(recipe, 1000, 1, 1, limit) for recipe in (MILLION, mixed))
-    assert (alone["memory"], beside["memory"]) == ("pkm", "pkm")
-    assert 0 < beside["num_keys"] < alone["num_keys"]
-
-
-def test_a_recipe_in_half_precision_sends_half_of_its_outputs() -> None:
-    half = replace(MILLION, train=replace(MILLION.train, precision="bf16"))
-    full, less = (bytes_sent(recipe, cost_of(recipe, 1000), 2, 2)["reads"] for recipe in (MILLION, half))
-    assert full - less == 4096 * 2 * 256 * 2

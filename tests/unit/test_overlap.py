@@ -1,18 +1,14 @@
-"""Documents that two splits share are found as comparing their texts finds them, in memory that train does not fill."""
+"""Documents that two splits share are found as comparing their texts finds them."""
 
-import hashlib
 import random
-import tracemalloc
 
-import numpy as np
 import pytest
 
 from pkmlm.data import overlap, shards
-from pkmlm.data.corpus import Corpus, Index
+from pkmlm.data.corpus import Corpus
 from pkmlm.data.overlap import LEAST, Overlap, overlaps
-from pkmlm.data.shards import Encoding, TokenStream, write_corpus, write_tokens
+from pkmlm.data.shards import Encoding, write_corpus
 from pkmlm.data.sources import find_sources
-from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
 
 SEPARATOR = "|"
@@ -37,9 +33,8 @@ def bare(text):
 
 
 def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer, monkeypatch):
-    """Documents of all lengths, over the ends of reads, of groups and of shards."""
-    monkeypatch.setattr(overlap, "RUN", 97)
-    monkeypatch.setattr(overlap, "GROUP", 50)
+    """Documents of all lengths, over the ends of reads and of shards."""
+    monkeypatch.setattr(overlap, "BLOCK", 97)
     draw = random.Random(97)
     pool = [drawn_text(draw, draw.choice([3, 20, 40, 80, 500, 5000])) for _ in range(200)]
     pool.append(drawn_text(draw, 200_000))
@@ -61,41 +56,8 @@ def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer
         expected.append(Overlap(earlier, later, sum(text in seen for text in counted), len(counted)))
     assert overlaps(opened(tmp_path / "out", texts), tokenizer) == expected
     assert all(0 < each.shared < each.documents for each in expected)
+    assert overlaps(opened(tmp_path / "out", ["train"]), tokenizer) == []
 
 
 def opened(folder, splits):
     return {split: Corpus(folder, split) for split in splits}
-
-
-def written(folder, splits):
-    """A corpus of splits of documents, as rows of ids."""
-    folder.mkdir()
-    about = {}
-    for split, ids in splits.items():
-        ids[:, -1] = 1
-        stream = TokenStream([ids.astype("<u2").ravel()], Tally(documents=len(ids)), [], None)
-        about[split] = write_tokens(folder, split, stream, 1)
-    (folder / "tokenizer.model").touch()
-    Index("uint16", 290, 1, 1, hashlib.sha256().hexdigest(), None, about, {}).write(folder)
-    return opened(folder, splits)
-
-
-def test_memory_does_not_grow_with_train(tmp_path, tokenizer, monkeypatch):
-    """Every document of train is as long as those of test, and so is read and hashed."""
-    monkeypatch.setattr(overlap, "RUN", 1 << 12)
-    monkeypatch.setattr(overlap, "GROUP", 500)
-    draw, peaks = np.random.default_rng(0), []
-    for number, documents in enumerate((1_000, 4_000)):
-        ids = draw.integers(3, 290, (documents, 30))
-        corpora = written(tmp_path / str(number), {"train": ids, "test": ids[-500:]})
-        for corpus in corpora.values():
-            corpus.verify()  # as `tokenize` does before: reading a file to hash it takes up to a MiB
-        tracemalloc.start()
-        assert overlaps(corpora, tokenizer) == [Overlap("train", "test", 500, 500)]
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] - peaks[0] < 100_000, peaks
-
-
-def test_without_other_splits_nothing_is_shared(tmp_path, tokenizer):
-    assert overlaps(written(tmp_path / "a", {"train": np.full((9, 30), 5)}), tokenizer) == []

@@ -131,7 +131,6 @@ def test_one_process_needs_nobody(monkeypatch):
         for same in (world.all_sum(x), world.all_gather(x), world.reduce_scatter(x), world.all_to_all(x)):
             assert same is x
         assert (world.all_max(7), world.broadcast({"a": 1}), world.gather_objects(2)) == (7, {"a": 1}, [2])
-    assert world.comm_stats.sent == 0
 
 
 @pytest.mark.parametrize("text", ["0", "soon", "nan", "1e300"])
