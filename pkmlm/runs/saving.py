@@ -52,7 +52,7 @@ class Saver:
         self.run, self.recipe, self.ranks, self.say, self.saved = run, recipe, ranks, say, saved
         self.background = for_background(ranks.world)
         self.thread: threading.Thread | None = None
-        self.step = 0  # of the checkpoint under way
+        self.step = 0  # of the checkpoint under way, or of the last one; 0: there was none
         self.failure: BaseException | None = None
 
     def __enter__(self) -> "Saver":
@@ -78,7 +78,7 @@ class Saver:
             weights, optimizer, tables: see `runs.checkpoint`; each rank passes its part of sharded tensors.
             drift: of `measure.drift`, the same on all ranks.
             committed: called by rank 0, in the thread, when the checkpoint stands, with the seconds that training
-                waited for it.
+                waited: for the checkpoint before, and for this one's copy.
 
         Raises:
             UserError: the save before failed; see `wait`.

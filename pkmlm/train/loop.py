@@ -224,15 +224,16 @@ class Training:
             self._save()
 
     def _save(self) -> None:
-        """Save a checkpoint of this step in the background, unless there is one: a step has one state. When it stands,
-        point at it, and delete those that need not be kept.
+        """Save a checkpoint of this step in the background, unless there is one, or it is being written: a step has one
+        state. When it stands, point at it, and delete those that need not be kept.
         """
         run, state, progress, history = self.run, self.state, self.state.progress, self.history
         self._log_step()  # if training has diverged, nothing more is saved
-        self.saver.wait()
+        if self.saver.step == progress.step:
+            return
         if self.world.broadcast(run.checkpoint(progress.step).exists()):
             with self.world.collective_errors():
-                if self.world.rank == 0 and history.best_step == progress.step:  # validated after it was saved
+                if self.world.rank == 0 and history.best_step == progress.step:  # validated after a resume
                     run.set_pointer("best", progress.step)
             return
         history.due = self._validation_is_due()

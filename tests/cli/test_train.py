@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +216,22 @@ def test_a_rate_that_is_changed_on_purpose_is_recorded(tmp_path, write_recipe):
     assert RunDirectory(run).recipe().optim.lr == 0.001
     pkmlm(*changed[:-1], "train.steps=13")
     assert RunDirectory(run).facts()["changes"] == [record], "it is the run's own from then on"
+
+
+def test_training_does_not_wait_for_the_disk_where_a_best_checkpoint_is_due(tmp_path, write_recipe, monkeypatch):
+    """Validation has begun to save it; its write ends only when training has taken the next step."""
+    went_on, write, in_time = threading.Event(), Saver._write, []
+
+    def slow(saver, step, *given):
+        in_time.append(went_on.wait(PATIENCE))
+        write(saver, step, *given)
+
+    monkeypatch.setattr(Saver, "_write", slow)
+    after_step(monkeypatch, 3, lambda state: went_on.set())
+    every = given("train.steps=4", "eval.every=2", "checkpoint.every=2")
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", *every)
+    assert in_time == [True, True]
+    assert RunDirectory(tmp_path / "run").steps() == [2, 4]
 
 
 def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe):

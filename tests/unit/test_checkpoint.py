@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import stat
+import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from pkmlm.runs.record import Progress, read_progress
 from pkmlm.runs.saving import Saver
 from pkmlm.train.job import Job
 from pkmlm.train.optim import optimizer_state, parameter_groups
+from tests import PATIENCE
 from tests.conftest import write_state
 
 
@@ -171,6 +174,25 @@ def test_a_save_holds_the_tensors_of_its_moment_while_training_goes_on(run):
     assert not load_file(run.checkpoint(32) / "weights.safetensors")["embedding.weight"].any()
     assert checkpoint.load_drift(run.checkpoint(31)) == {"since": torch.tensor(30)}
     assert checkpoint.load_drift(run.checkpoint(32)) == {}
+
+
+def test_the_wait_for_the_checkpoint_before_counts_as_waited(run, monkeypatch):
+    now, waits, write, wait, told = [0.0], threading.Event(), Saver._write, Saver.wait, []
+
+    def slow(saver, step, *given):
+        if step == 31:
+            assert waits.wait(PATIENCE)
+            now[0] += 7.0
+        write(saver, step, *given)
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Saver, "_write", slow)
+    tensors = state_of(run)
+    with Saver(run, run.recipe(), ProcessGroups(), print) as saver:
+        saver.save(Progress(step=31), *tensors, {}, told.append)
+        monkeypatch.setattr(Saver, "wait", lambda saver: waits.set() or wait(saver))
+        saver.save(Progress(step=32), *tensors, {}, told.append)
+    assert told == [0.0, 7.0]
 
 
 def test_a_save_without_room_for_a_copy_stands_before_training_goes_on(run, monkeypatch):
