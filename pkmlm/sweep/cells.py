@@ -155,11 +155,13 @@ class Cells:
         """The cells of a point's first seed, one for each value of the tuned key."""
         return [self.first[point, value] for value in self.values]
 
-    def others(self, chosen: Cell) -> list[Cell]:
-        """The cells of the other seeds (of all, if `chosen` is a trial) at the tuned value of `chosen`, whatever
-        happened to the base's file since.
+    def others(self, point: Point, tuned: str | None, trial: bool) -> list[Cell]:
+        """The cells of a point's other seeds at a tuned value, whatever happened to the base's file since.
+
+        Args:
+            trial: whether the value was chosen by trials, so that all seeds are others.
         """
-        whole = self.whole[chosen.point, chosen.tuned]
+        whole = self.whole[point, tuned]
         return [
             replace(
                 whole,
@@ -167,7 +169,7 @@ class Cells:
                 overrides=(*whole.overrides[:-1], f"train.seed={seed}"),
                 recipe=replace(whole.recipe, train=replace(whole.recipe.train, seed=seed)),
             )
-            for seed in self.grid.seeds[not chosen.trial :]
+            for seed in self.grid.seeds[not trial :]
         ]
 
     @property
@@ -176,9 +178,10 @@ class Cells:
         return len(self.values) + len(self.grid.seeds) - (self.first is self.whole)
 
     def __len__(self) -> int:
-        """How many runs there are: points may share theirs."""
-        apart = {tuple(cell.name for cell in self.tuning(point)) for point in self.grid.points()}
-        return len(apart) * self.runs_of_a_point
+        """How many runs there are: points may share theirs, or only their trials."""
+        first = {cell.name for cell in self.first.values()}
+        apart = {tuple(self.whole[point, value].name for value in self.values) for point in self.grid.points()}
+        return len(first) + len(apart) * (self.runs_of_a_point - len(self.values))
 
 
 @dataclass(frozen=True)

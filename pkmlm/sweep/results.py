@@ -86,8 +86,12 @@ class Results:
     def tried(self, point: Point) -> list[Outcome]:
         """The outcomes of a point's cells, of all tuned values and seeds, chosen or not."""
         winner = self.winner(point)
-        cells = [*self.cells.tuning(point), *(self.cells.others(winner.cell) if winner else [])]
+        cells = [*self.cells.tuning(point), *(self.others(point, winner) if winner else [])]
         return [self.outcomes[cell.name] for cell in cells if cell.name in self.outcomes]
+
+    def others(self, point: Point, winner: Outcome) -> list[Cell]:
+        """The cells of a point that follow its winner, which is perhaps another point's run, too."""
+        return self.cells.others(point, winner.cell.tuned, winner.cell.trial)
 
     def winner(self, point: Point) -> Outcome | None:
         """The outcome of the first seed, or of its trial, at the best tuned value of a point; None: not yet known."""
@@ -105,7 +109,7 @@ class Results:
         winner = self.winner(point)
         if winner is None:
             return []
-        others = [self.outcomes.get(cell.name) for cell in self.cells.others(winner.cell)]
+        others = [self.outcomes.get(cell.name) for cell in self.others(point, winner)]
         counted = others if winner.cell.trial else [winner, *others]
         return [one for one in counted if one is not None and one.status == "measured"]
 
@@ -262,12 +266,13 @@ class Results:
         """
         grid, rows, shared, all_hours = self.grid, [], set(), 0.0
         for point in grid.points():
-            cost, whole = self.cost(point), self.cells.whole[point, self.cells.values[0]].recipe.train
+            cost, cell = self.cost(point), self.cells.whole[point, self.cells.values[0]]
+            whole = cell.recipe.train
             sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
             first, runs = self.cells.tuning(point), self.cells.runs_of_a_point
-            steps = sum(cell.recipe.train.steps for cell in first) + (runs - len(first)) * whole.steps
+            steps = sum(each.recipe.train.steps for each in first) + (runs - len(first)) * whole.steps
             hours = seconds[point] * steps / 3600 if seconds else 0.0
-            names = tuple(cell.name for cell in first)
+            names = tuple(each.name for each in (*first, cell))
             all_hours += hours if names not in shared else 0.0
             shared.add(names)
             rows.append([*point, *sizes, whole.steps, whole.steps * whole.batch_tokens / 1e6, runs, hours])
@@ -453,7 +458,7 @@ class SweepFolder:
         for point in results.grid.points():
             results.add_finished(results.cells.tuning(point), self.runs)
             if winner := results.winner(point):
-                results.add_finished(results.cells.others(winner.cell), self.runs)
+                results.add_finished(results.others(point, winner), self.runs)
         if not results.ended:
             failed = [f"{outcome.cell.name}: {outcome.message}" for outcome in results.outcomes.values()]
             hint = failed[0] if failed else "wait for one to end, or leave --table out to train them"

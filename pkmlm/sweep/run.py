@@ -347,13 +347,14 @@ class Runner:
                     name = outcome.cell.name
                     first_time = name not in ended
                     ended[name] = outcome
-                    for names in compete.values() if first_time and not self.stopping else ():
+                    for point, names in compete.items() if first_time and not self.stopping else ():
                         if name in names and ended.keys() >= set(names):
                             known = [ended[each] for each in names]
                             chosen = best(known)
                             if chosen and len(known) > 1 and not chosen.cell.trial:
                                 begin([chosen.cell], True)
-                            begin(cells.others(chosen.cell) if chosen else [], True)
+                            if chosen:
+                                begin(cells.others(point, chosen.cell.tuned, chosen.cell.trial), True)
         finally:  # if an error ends the sweep, running commands are stopped and waiting cells are dropped
             self.ended = True
             pool.shutdown(wait=False, cancel_futures=True)

@@ -383,7 +383,7 @@ def test_other_seeds_run_at_the_best_value(grid, tmp_path, monkeypatch):
     settings = ["train.steps=2", "optim.warmup_steps=0"]
     cells = Cells(read_grid(grid)[0], grid.parent / "product-key.yaml", settings)
     first = list(cells.first.values())
-    for cell in (*first, *cells.others(first[0])):
+    for cell in (*first, *cells.others(first[0].point, first[0].tuned, first[0].trial)):
         words = given(*cell.overrides)
         pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / cell.name, "-q", *words)
     monkeypatch.setattr("pkmlm.sweep.run.interleaved", lambda actions, *_: {each: Timing([0.5]) for each in actions})
