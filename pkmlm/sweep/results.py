@@ -13,6 +13,7 @@ from typing import Any
 
 from pkmlm import __version__
 from pkmlm.console import Column, Table, number
+from pkmlm.data.batches import mean_read
 from pkmlm.environment import source_commit, source_sha256
 from pkmlm.errors import UserError
 from pkmlm.files import make_folder, read_json, write_json, write_text
@@ -275,7 +276,7 @@ class Results:
             names = tuple(each.name for each in (*first, cell))
             all_hours += hours if names not in shared else 0.0
             shared.add(names)
-            rows.append([*point, *sizes, whole.steps, whole.steps * whole.batch_tokens / 1e6, runs, hours])
+            rows.append([*point, *sizes, whole.steps, whole.steps * mean_read(cell.recipe) / 1e6, runs, hours])
         *_, all_operations, _, all_tokens, _, _ = zip(*rows, strict=True)
         columns = [Column(axis) for axis in grid.axes]
         columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations)]

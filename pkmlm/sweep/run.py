@@ -25,7 +25,7 @@ from pkmlm.bench.steps import step_amounts, time_steps, timed_part, vocab_size_i
 from pkmlm.console import Table, progress_bars, say_drawn, status_line, warn, warn_each
 from pkmlm.cost import cost_of
 from pkmlm.cost_tables import vocab_size_of
-from pkmlm.data.batches import Batches
+from pkmlm.data.batches import Batches, mean_read
 from pkmlm.device import default_device, machine
 from pkmlm.environment import SIZE, child_command, usable_cores
 from pkmlm.errors import UserError, memory_errors, printable
@@ -149,7 +149,9 @@ def seconds_of_steps(cells: Cells, quiet: bool) -> dict[Point, float]:
     """
     known = with_vocab_sizes(cells, None)
     recipes = {point: recipe for (point, value), recipe in known.items() if value == cells.values[0]}
-    parts = {point: timed_part(recipe, recipe.model.vocab_size or 0) for point, recipe in recipes.items()}
+    parts = {
+        point: timed_part(recipe, recipe.model.vocab_size or 0, mean_read(recipe)) for point, recipe in recipes.items()
+    }
     keys = {point: recipe_sha256(part) for point, part in parts.items()}
     try:
         with status_line(quiet) as say:

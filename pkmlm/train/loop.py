@@ -168,7 +168,7 @@ class Training:
         seconds = now - max(logged.began, self.ended)
         self.ended = now
         progress.seconds += seconds
-        tokens_per_second = self.recipe.train.batch_tokens / seconds
+        tokens_per_second = state.batches.read(step) / seconds
         counts_bytes = self.world.size > 1 and not self.recipe.parallel.shard  # FSDP2 does not say what it sends
         first, *others = state.param_groups
         rates = {f"lr_{group.name}": group.schedule.lr_at(step) for group in others}

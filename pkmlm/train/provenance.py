@@ -10,6 +10,7 @@ import torch
 
 from pkmlm import __version__
 from pkmlm.cost import cost_of
+from pkmlm.data.batches import Batches
 from pkmlm.device import DeviceSettings, name_of
 from pkmlm.environment import source_commit, source_sha256
 from pkmlm.runs.directory import RunDirectory
@@ -21,9 +22,10 @@ ENVIRONMENT = ("versions", "commit", "source_sha256", "device", "precision", "pr
 
 
 def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory) -> dict[str, Any]:
-    """What run.json says about the run's parameters and the process that trains it (command line, versions, commit and
-    digest of the code, device, precision and ranks). If the run is resumed, "earlier" lists the environments of earlier
-    processes that differed, and "changes" at which step the recipe was changed, and how.
+    """What run.json says about the run's parameters, the tokens that a step reads on average, and the process that
+    trains it (command line, versions, commit and digest of the code, device, precision and ranks). If the run is
+    resumed, "earlier" lists the environments of earlier processes that differed, and "changes" at which step the recipe
+    was changed, and how.
     """
     before = run.facts()
     now = {
@@ -41,6 +43,7 @@ def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory
         "precision": settings.precision,
         "precision_reason": settings.reason,
         "ranks": ranks,
+        "step_tokens": Batches.of(job.corpus, job.recipe).mean_read,
         "parameters": cost_of(job.recipe, job.vocab_size).as_json()["parameters"],
     }
     if run.steps():
