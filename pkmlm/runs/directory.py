@@ -307,6 +307,9 @@ class RunDirectory:
                         file.write(json.dumps(line).encode() + b"\n")
 
     def clean(self) -> None:
-        """Remove what killed processes left half-written; the caller holds the run's lock."""
-        for folder in (self.path, self.checkpoints, self.path / USAGE):
+        """Remove what killed processes left half-written in training; the caller holds the run's lock. A usage report
+        needs no lock: one may be writing beside this.
+        """
+        for folder in (self.path, self.checkpoints):
             remove_leftovers(folder)
+        remove_leftovers(self.path / USAGE, "drift-step-*.npz")

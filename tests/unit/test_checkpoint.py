@@ -18,7 +18,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
-from pkmlm.files import Damaged, entry_of, writing_folder
+from pkmlm.files import Damaged, entry_of, temporary_name, writing_folder
 from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
@@ -266,6 +266,16 @@ def test_a_half_written_checkpoint_is_never_seen(run):
     assert run.steps() == [20, 30]
     run.clean()
     assert not list(run.checkpoints.glob(".tmp*"))
+
+
+def test_what_a_usage_report_is_writing_stays_when_training_cleans_up(run):
+    usage = run.path / "usage"
+    usage.mkdir(exist_ok=True)
+    for name in ("test-step-30.json", "test-step-30.npz", "drift-step-00000030.npz"):
+        temporary_name(usage / name).touch()
+    run.clean()
+    left = [path.name for path in usage.glob(".tmp*")]
+    assert sorted(name[len(".tmp-0a1b2c3d-") :] for name in left) == ["test-step-30.json", "test-step-30.npz"]
 
 
 TABLE = torch.arange(7 * 12.0).view(7, 12)
