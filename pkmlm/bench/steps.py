@@ -18,7 +18,7 @@ from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import cut_length
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.device import default_device, machine, select_device
+from pkmlm.device import default_device, give_back, machine, select_device
 from pkmlm.errors import UserError, memory_errors
 from pkmlm.files import read_json, write_json
 from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, named_values, recipe_sha256
@@ -125,7 +125,7 @@ def kept_times(runs: Mapping[str, RunDirectory], keys: set[str]) -> StepTimes | 
 
 def time_steps(recipes: Mapping[str, Recipe], say: Say, rounds: int = ROUNDS) -> StepTimes:
     """Time the steps of recipes, all in turn: whole optimizer steps as `pkmlm train` takes them, from fresh weights, on
-    random tokens.
+    random tokens. The models are gone afterwards, and so is what they held of a GPU, which a sweep's cells need.
 
     Args:
         recipes: by key, with `model.vocab_size` set.
@@ -143,6 +143,8 @@ def time_steps(recipes: Mapping[str, Recipe], say: Say, rounds: int = ROUNDS) ->
             for key, recipe in recipes.items()
         }
         times = interleaved({key: partial(queue_step, state, 1) for key, state in states.items()}, rounds, device, say)
+    del states
+    give_back(device)
     return {
         "timed_on": machine(),
         "busy_cores": round(busy, 2),

@@ -68,6 +68,22 @@ class Workers:
     task_data: str | None = None
 
 
+def use_devices(devices: Sequence[str]) -> None:
+    """Let this process see only these GPUs, before it uses any: it times models on the first.
+
+    Args:
+        devices: as in CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        UserError: one does not exist: torch would silently use the CPU.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    found = torch.cuda.device_count()
+    if found < (1 if devices[0].startswith("MIG-") else len(devices)):  # CUDA shows a process one MIG instance
+        message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
+        raise UserError(message, "pkmlm doctor lists the devices")
+
+
 def open_sweep(
     grid_file: Path,
     scale: str | None,
@@ -187,8 +203,8 @@ def run_sweep(
         The exit code: 0, that of the failures, or that of the signal that stopped the sweep.
 
     Raises:
-        UserError: a device or data is missing, or the folder is in use, or holds another sweep; (exit code 1) the
-            models could not be timed, and the tables lack their speeds, or runs of other code are among them.
+        UserError: data is missing, or the folder is in use, or holds another sweep; (exit code 1) the models could not
+            be timed, and the tables lack their speeds, or runs of other code are among them.
     """
     folder.recall(results)
     results.note = busy_note(folder.path) if "seconds" in results.grid.equal else ""
@@ -198,14 +214,6 @@ def run_sweep(
     if table_only:
         folder.collect(results)
     else:
-        if devices := workers.devices:
-            # This process times the models on the first. Torch would silently use the CPU in place of a GPU that does
-            # not exist. CUDA shows a process only one MIG instance.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-            found = torch.cuda.device_count()
-            if found < (1 if devices[0].startswith("MIG-") else len(devices)):
-                message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
-                raise UserError(message, "pkmlm doctor lists the devices")
         if results.grid.trains:
             code = run_cells(results, folder, workers, quiet)
         timed = results.grid.points() if "speed" in results.grid.measure else []

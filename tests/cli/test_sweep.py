@@ -541,6 +541,26 @@ def test_a_cell_on_each_device(grid, tmp_path, monkeypatch):
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
 
 
+@pytest.mark.parametrize("dry", [False, True])
+def test_steps_are_timed_on_the_devices_that_are_asked_for(grid, tmp_path, monkeypatch, dry):
+    """CUDA looks once at which it may see: when steps are timed for equal budgets, before any cell runs."""
+    seen = []
+
+    def timed(recipes, *_):
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        return {"timed_on": {}, "busy_cores": 0.0, "steps": {key: [1.0] for key in recipes}}
+
+    for module in ("budget", "run"):
+        monkeypatch.setattr(f"pkmlm.sweep.{module}.time_steps", timed)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(Runner, "run", lambda *_: None)
+    grid.write_text(GRID + "equal: [seconds]\n")
+    end = ["--dry-run"] if dry else ["-o", tmp_path / "swept"]
+    pkmlm("sweep", grid, "-q", "-s", "train.steps=2", "--device", "3,1", *end)
+    assert seen == ["3,1"] * (1 + dry)
+
+
 @pytest.mark.parametrize(("names", "found"), [("abc", "abc"), ("0,,1", "nothing"), ("0,0", "0 twice"), ("-1", "-1")])
 def test_devices_are_gpus_each_once(grid, tmp_path, names, found):
     gpus = "0,11,GPU-5f3a2b1c-0001-4d5e-8f9a-0b1c2d3e4f5a,MIG-GPU-5f3a2b1c/1/0,MIG-41b3e2"
