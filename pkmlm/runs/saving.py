@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.device import free_bytes, is_finite
-from pkmlm.distributed import ProcessGroups, for_background, is_shard, local_part
+from pkmlm.distributed import ProcessGroups, for_background, is_shard, local_part, ranks_of_machine
 from pkmlm.errors import UserError
 from pkmlm.files import MANIFEST, ManifestEntry, entry_of, write_json, write_text, writing_folder
 from pkmlm.recipe.schema import Recipe, dump_recipe
@@ -39,6 +39,7 @@ class Saver:
         ranks: the ranks that train together.
         say: called with a line for people.
         saved: called with the step of a checkpoint when this thread learns that it stands.
+        step_bytes: main memory that a rank's training step takes and gives back; a copy leaves it free, too.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class Saver:
         ranks: ProcessGroups,
         say: Callable[[str], None],
         saved: Callable[[int], None] = lambda step: None,
+        step_bytes: int = 0,
     ):
         self.run, self.recipe, self.ranks, self.say, self.saved = run, recipe, ranks, say, saved
+        self.step_bytes = step_bytes
         self.background = for_background(ranks.world)
         self.thread: threading.Thread | None = None
         self.step = 0  # of the checkpoint under way, or of the last one; 0: there was none
@@ -92,8 +95,6 @@ class Saver:
         copy = self._holds_copy(tensors)
         if copy:
             tensors = {file: {name: copied(one) for name, one in own.items()} for file, own in tensors.items()}
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # pinned copies are queued
         else:
             self.say("memory does not hold a copy of the checkpoint: training waits until it is written")
         state, recipe = asdict(progress), dump_recipe(self.recipe)
@@ -158,9 +159,14 @@ class Saver:
         return own
 
     def _holds_copy(self, tensors: dict[str, dict[str, Tensor]]) -> bool:
-        """Whether the memory of every rank's machine holds a copy of these tensors."""
-        needed = sum(tensor.nbytes for own in tensors.values() for tensor in own.values())
-        return not self.ranks.world.all_max(int(needed + SPARE > free_bytes(torch.device("cpu"))))
+        """Whether the memory of every rank's machine holds a copy of these tensors beside training: of all its ranks'
+        together.
+        """
+        world, beside = self.ranks.world, ranks_of_machine()
+        needed = self.step_bytes + sum(tensor.nbytes for own in tensors.values() for tensor in own.values())
+        first = world.rank - world.rank % beside
+        needed = sum(world.gather_objects(needed)[first : first + beside])
+        return not world.all_max(int(needed + SPARE > free_bytes(torch.device("cpu"))))
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], recipe: str) -> None:
         """Write a rank's tensors, by file and name, and, on rank 0, the small files."""
@@ -216,11 +222,10 @@ def write_together(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> dict[
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy in main memory; of a tensor on a GPU, a pinned one, which is complete after the next synchronisation."""
-    if tensor.device.type == "cuda":
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor.detach(), non_blocking=True)
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    """A copy in main memory, which is not pinned: of pinned memory torch takes powers of two, and keeps them, so that
+    the next save would find less.
+    """
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def full_tensor(tensor: Any, lead: bool) -> Tensor:

@@ -18,6 +18,7 @@ from pkmlm.signals import StopRequest
 from pkmlm.train.job import Job, hashes_of
 from pkmlm.train.log import RunLog
 from pkmlm.train.loss_scale import LossScale
+from pkmlm.train.out_of_memory import step_bytes
 from pkmlm.train.step import QueuedStep, TrainState, diverged, queue_step
 from pkmlm.train.validation import recalibrate
 
@@ -91,7 +92,15 @@ class Training:
         self.unlogged: Unlogged | None = None
         self.ended = 0.0  # when the last step that is logged was done
         self.calibrated = 0  # the step at which running statistics were last recalibrated
-        self.saver = Saver(run, job.recipe, state.process_groups, log.say, lambda step: log.event("save", step))
+        on_cpu = state.device.type == "cpu"
+        self.saver = Saver(
+            run,
+            job.recipe,
+            state.process_groups,
+            log.say,
+            lambda step: log.event("save", step),
+            step_bytes(job, state.precision, self.world.size) if on_cpu else 0,
+        )
         self.drift = Drift(run.path / USAGE, self.recipe, state.model, self.world)
         self._restore()
         self.history = state.progress.validations

@@ -206,6 +206,21 @@ def test_a_save_without_room_for_a_copy_stands_before_training_goes_on(run, monk
     verify(run.checkpoint(31))
 
 
+@pytest.mark.parametrize(("missing", "beside"), [(0, 1), (1, 1), (0, 2), (1, 2)])
+def test_a_copy_leaves_the_memory_that_a_step_needs(run, monkeypatch, missing, beside):
+    """Of all ranks of the machine: here, of this one and another that holds 500 bytes."""
+    tensors, lines = state_of(run), []
+    held = sum(tensor.nbytes for part in tensors[:2] for tensor in part.values())
+    free = held + 1000 + saving.SPARE + (500 if beside == 2 else 0) - missing
+    monkeypatch.setattr(saving, "free_bytes", lambda device: free)
+    monkeypatch.setattr(saving, "ranks_of_machine", lambda: beside)
+    others = [500, 10**12]  # the last is another machine's
+    monkeypatch.setattr(World, "gather_objects", lambda _, mine: [mine, *(others if isinstance(mine, int) else [])])
+    with Saver(run, run.recipe(), ProcessGroups(), lines.append, step_bytes=1000) as saver:
+        saver.save(Progress(step=31), *tensors, {}, lambda seconds: None)
+    assert len(lines) == missing
+
+
 def test_nothing_is_saved_from_weights_that_are_not_finite(run):
     tensors = state_of(run)
     tensors[0]["norm.weight"][0] = float("nan")
