@@ -19,7 +19,7 @@ from torch import Tensor
 from pkmlm.device import free_bytes, is_finite
 from pkmlm.distributed import ProcessGroups, for_background, is_shard, local_part, ranks_of_machine
 from pkmlm.errors import UserError
-from pkmlm.files import MANIFEST, ManifestEntry, entry_of, write_json, write_text, writing_folder
+from pkmlm.files import MANIFEST, entry_of, write_json, write_text, writing_folder
 from pkmlm.recipe.schema import Recipe, dump_recipe
 from pkmlm.runs.checkpoint import DRIFT, OPTIMIZER, WEIGHTS, Tables, moments_of, part_name, write_tensors
 from pkmlm.runs.directory import RunDirectory
@@ -183,7 +183,7 @@ class Saver:
                 folder = stack.enter_context(writing_folder(path)) if lead else path
             folder = path.with_name(world.broadcast(folder.name))
             with world.collective_errors():
-                entries = write_together(folder, tensors)
+                entries = {name: write_tensors(folder / name, own) for name, own in tensors.items()}
                 if lead:
                     write_json(folder / STATE, state)
                     write_text(folder / RECIPE, recipe)
@@ -194,31 +194,6 @@ class Saver:
                     manifest = {"version": CHECKPOINT_VERSION, "step": step, "files": files}
                     write_json(folder / MANIFEST, manifest)
                     stack.close()
-
-
-def write_together(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> dict[str, ManifestEntry]:
-    """Write files of tensors at the same time: one thread alone hashes more slowly than many a disk writes.
-
-    Returns:
-        what a manifest says of each file.
-    """
-    entries: dict[str, ManifestEntry] = {}
-    failures: list[BaseException] = []
-
-    def write(name: str) -> None:
-        try:
-            entries[name] = write_tensors(folder / name, tensors[name])
-        except BaseException as error:  # raised below, in the thread that waits
-            failures.append(error)
-
-    threads = [threading.Thread(target=write, args=(name,), daemon=True) for name in tensors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return {name: entries[name] for name in tensors}
 
 
 def copied(tensor: Tensor) -> Tensor:
