@@ -29,7 +29,6 @@ from pkmlm.train.step import queue_step
 
 ROUNDS = 7
 FEWER = "compare fewer runs, or compare over tokens or operations"  # the hint if memory does not hold all models
-AGAIN = "time them again with --retime when the machine is idle"
 BUSY = 0.5  # cores that other programs may use before a timing gets a warning
 RATES = ("lr", "lr_scale", "schedule", "times", "warmup_steps", "final_lr", "decay_steps")  # none changes a step's time
 
@@ -66,7 +65,8 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say, retime:
             except UserError as error:  # such as in another user's folder: the times are still valid
                 warn(f"the times of steps are not kept: {error.message}")
     if times["busy_cores"] > BUSY:
-        warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {AGAIN}")
+        again = f"delete {STEPS} in the runs to time them again when the machine is idle"
+        warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {again}")
     return {name: median(times["steps"][key]) for name, key in keys.items()}
 
 

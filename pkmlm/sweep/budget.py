@@ -11,7 +11,7 @@ from statistics import median
 from typing_extensions import TypedDict
 
 from pkmlm.bench.rounds import Say
-from pkmlm.bench.steps import AGAIN, BUSY, time_steps, timed_part
+from pkmlm.bench.steps import BUSY, time_steps, timed_part
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import mean_read
@@ -95,7 +95,8 @@ def relative_seconds(
     if missing:
         times = time_steps({first: recipes[first]} | missing, say)
         if times["busy_cores"] > BUSY:
-            warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {AGAIN}")
+            again = "begin the sweep in another folder when the machine is idle"
+            warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {again}")
         seconds = {key: median(found) for key, found in times["steps"].items()}
         known = {key: each / seconds[first] for key, each in seconds.items()} | known
         if file:
