@@ -185,7 +185,7 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """How a cell ended.
 
     Attributes:
@@ -208,7 +208,7 @@ class Outcome:
         return loss if isinstance(loss, float) else float("inf")
 
 
-def best(outcomes: Sequence[Outcome]) -> Outcome | None:
+def best(outcomes: Sequence[CellOutcome]) -> CellOutcome | None:
     """The outcome with the lowest validation loss; None if none was measured, or if one was stopped or failed and will
     run again. A single outcome, where nothing is chosen, needs no validation and may have diverged.
 
@@ -255,7 +255,7 @@ def suite_accuracy(tasks: Facts) -> float | None:
     return None if None in found else mean(found)
 
 
-def finished(cell: Cell, folder: Path) -> Outcome | None:
+def finished(cell: Cell, folder: Path) -> CellOutcome | None:
     """The outcome of a cell that has run before; None if it has not ended; "failed" if its files cannot be read, or are
     those of another recipe.
     """
@@ -273,16 +273,16 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
             pairs = differences(recipe, asked).items()
             found = ", ".join(f"{key} {had} (expected {wanted})" for key, (had, wanted) in pairs)
             message = f"its run has {found}: set it back with -s, or name another folder with -o"
-            return Outcome(cell, "failed", {}, message, WRONG_USAGE) if run.steps() else None
+            return CellOutcome(cell, "failed", {}, message, WRONG_USAGE) if run.steps() else None
         if run.facts().get("status") == "diverged":
-            return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
+            return CellOutcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
         step = run.done()
         if step is None:
             return None
         message = "" if step >= recipe.train.steps else f"eval.patience ended it at step {step}"
-        return Outcome(cell, "measured", facts_at_end(cell, run), message)
+        return CellOutcome(cell, "measured", facts_at_end(cell, run), message)
     except UserError as error:
-        return Outcome(cell, "failed", {}, error.message, error.exit_code)
+        return CellOutcome(cell, "failed", {}, error.message, error.exit_code)
 
 
 def has_moved_tokens(run: RunDirectory, before: Recipe, now: Recipe) -> bool:

@@ -42,7 +42,7 @@ from pkmlm.report.plots import Look, draw_curves
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest, signal_name, stop_on_signals
 from pkmlm.sweep.budget import busy_note, relative_steps
-from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, Place, best, facts_at_end, finished, steps_taken
+from pkmlm.sweep.cells import WRONG_USAGE, Cell, CellOutcome, Cells, Place, best, facts_at_end, finished, steps_taken
 from pkmlm.sweep.grid import Point, read_grid
 from pkmlm.sweep.plots import draw
 from pkmlm.sweep.results import Results, SweepFolder
@@ -282,7 +282,7 @@ def run_cells(results: Results, folder: SweepFolder, workers: Workers, quiet: bo
                 wrap = progress.console.is_interactive  # elsewhere a long line stays one line
                 progress.console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=not wrap)
 
-        def on_end(outcome: Outcome) -> None:
+        def on_end(outcome: CellOutcome) -> None:
             chosen = outcome.cell.name in results.outcomes  # it was trained before; now it is measured
             results.add(outcome)
             if outcome.status != "stopped":
@@ -323,7 +323,7 @@ class Runner:
         self.asked: set[int] = set()  # processes that have been asked to stop
         self.ended = False
 
-    def run(self, cells: Cells, on_end: Callable[[Outcome], None], on_tick: Callable[[list[Cell]], None]) -> None:
+    def run(self, cells: Cells, on_end: Callable[[CellOutcome], None], on_tick: Callable[[list[Cell]], None]) -> None:
         """Run all cells: for every point, the first seed at each tuned value, then the other seeds at the best of them.
         A cell that competes with others is measured only after it has been chosen. A cell that points share runs once.
 
@@ -332,10 +332,10 @@ class Runner:
             on_tick: called a few times a second with the cells that are running.
         """
         compete = {point: [cell.name for cell in cells.tuning(point)] for point in cells.grid.points()}
-        ended: dict[str, Outcome] = {}
+        ended: dict[str, CellOutcome] = {}
         begun: set[tuple[str, bool]] = set()  # with whether it is measured
         pool = ThreadPoolExecutor(self.workers.jobs)
-        waiting: list[Future[Outcome]] = []
+        waiting: list[Future[CellOutcome]] = []
 
         def begin(found: Iterable[Cell], measure: bool) -> None:
             for cell in found:
@@ -378,21 +378,21 @@ class Runner:
         """Whether a signal has asked to stop, or an error ends the sweep."""
         return self.ended or self.stop.exit_code is not None
 
-    def _run_cell(self, cell: Cell, measure: bool) -> Outcome:
+    def _run_cell(self, cell: Cell, measure: bool) -> CellOutcome:
         self.running.append(cell)
         try:
             for command in self.commands(cell, measure):
                 if self.stopping:
-                    return Outcome(cell, "stopped", {})
+                    return CellOutcome(cell, "stopped", {})
                 code, said = self._call(command)
                 if code:
                     status = "stopped" if self.stopping else "diverged" if code == DIVERGED else "failed"
-                    return Outcome(cell, status, {}, said, WRONG_USAGE if code == WRONG_USAGE else 1)
-            return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run has disappeared")
+                    return CellOutcome(cell, status, {}, said, WRONG_USAGE if code == WRONG_USAGE else 1)
+            return finished(cell, self.folder) or CellOutcome(cell, "failed", {}, "its run has disappeared")
         except UserError as error:  # its folder holds another run, for example: the other cells continue
-            return Outcome(cell, "failed", {}, error.message, error.exit_code)
+            return CellOutcome(cell, "failed", {}, error.message, error.exit_code)
         except OSError as error:  # its folder cannot be examined, or the system starts no more processes
-            return Outcome(cell, "failed", {}, f"{error.filename or 'the system refused'}: {error.strerror}")
+            return CellOutcome(cell, "failed", {}, f"{error.filename or 'the system refused'}: {error.strerror}")
         finally:
             self.running.remove(cell)
 

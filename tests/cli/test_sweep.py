@@ -25,7 +25,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest
 from pkmlm.runs.results import tasks_file, write_evaluation
 from pkmlm.signals import StopRequest, handled
-from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end, finished
+from pkmlm.sweep.cells import Cell, CellOutcome, Cells, facts_at_end, finished
 from pkmlm.sweep.grid import read_grid
 from pkmlm.sweep.run import TIMED_TOKENS, Runner, Workers
 from tests.conftest import given, pkmlm
@@ -597,7 +597,7 @@ def test_each_command_has_a_device_of_its_own(grid, tmp_path):
             given[child.pid] = dict(entry.split(b"=", 1) for entry in entries if entry)[b"CUDA_VISIBLE_DEVICES"]
             child.kill()
 
-    ended: list[Outcome] = []
+    ended: list[CellOutcome] = []
     runner.run(Cells(read_grid(grid)[0], base, ["train.steps=5000"]), ended.append, tick)
     assert [(outcome.status, outcome.exit_code) for outcome in ended] == [("failed", 1)] * 3
     assert {outcome.message for outcome in ended} == {
@@ -680,7 +680,7 @@ measure: [valid_loss]
     base, runs = grid.parent / "product-key.yaml", tmp_path / "cells"
     pkmlm("train", base, "-o", runs / "2_seed-1", "-q", "-s", "train.steps=2")
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: CellOutcome) -> None:
         while not runner.children:
             time.sleep(0.05)
         raise RuntimeError(f"told of {outcome.cell.name}")

@@ -25,7 +25,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, read_progress
 from pkmlm.signals import StopRequest
 from pkmlm.sweep.budget import relative_steps
-from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken, suite_accuracy
+from pkmlm.sweep.cells import Cell, CellOutcome, Cells, steps_taken, suite_accuracy
 from pkmlm.sweep.grid import Claim, Grid, Point, read_grid
 from pkmlm.sweep.plots import picture
 from pkmlm.sweep.results import Results, SweepFolder
@@ -460,9 +460,9 @@ def test_rank_correlation_with_the_paper(folder):
     assert not ranked(grid, numbers(opposite | {("perplexity", P[0]): {2: 1.0}})), "no seed is common to all"
 
 
-def measured_by_hand(cell: Cell, facts: Mapping[str, object]) -> Outcome:
+def measured_by_hand(cell: Cell, facts: Mapping[str, object]) -> CellOutcome:
     """The outcome of a cell whose run is of a dense model of no known size."""
-    return Outcome(cell, "measured", {"kind": "dense", "total": None, **facts})
+    return CellOutcome(cell, "measured", {"kind": "dense", "total": None, **facts})
 
 
 def test_other_seeds_count_at_the_best_tuned_value_only(folder):
@@ -501,7 +501,7 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     for cell in (first, second):
         results.add(measured_by_hand(cell, {"valid_loss": 5.0, "test_token_ppl": 9.0}))
         assert results.values("perplexity", P[0]) == ()
-    results.add(Outcome(third, "stopped", {}))
+    results.add(CellOutcome(third, "stopped", {}))
     assert results.values("perplexity", P[0]) == ()
     assert results.tables()[0].title == "Size and norm: 2 of 20 runs"
     results.add(measured_by_hand(third, {"valid_loss": 6.0}))
@@ -509,10 +509,10 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     assert results.tables()[0].rows[0][2:5] == ["1e-3", "1/2", "9.00"]
     assert results.tables()[2].rows[0][2:] == [5.0, 5.0, 6.0, "yes"]
     assert results.tables()[2].columns[-1].name == "best at the edge"
-    results.add(Outcome(first, "failed", {}, "the disk is full"))  # trained, but not measured: no other takes its place
+    results.add(CellOutcome(first, "failed", {}, "full disk"))  # trained, but not measured: no other takes its place
     assert results.tables()[0].rows[0][2:5] == [None, None, "failed"]
     for cell, status in zip(cells.tuning(P[1]), ("diverged", "failed", "diverged"), strict=True):
-        results.add(Outcome(cell, status, {}))
+        results.add(CellOutcome(cell, status, {}))
     assert results.tables()[0].rows[1][2:5] == [None, None, "diverged and failed"]
     for cell, facts in ((first, {"valid_loss": 5.0}), (third, {})):
         results.add(measured_by_hand(cell, facts))
@@ -528,7 +528,7 @@ def test_a_measure_that_a_point_does_not_have_is_no_failure(folder):
     *measured, diverged = cells.tuning(P[0])
     for cell, loss in zip(measured, (5.0, 4.0), strict=True):
         results.add(measured_by_hand(cell, {"valid_loss": loss, "test_token_ppl": 20.0}))
-    results.add(Outcome(diverged, "diverged", {}))
+    results.add(CellOutcome(diverged, "diverged", {}))
     assert results.tables()[0].rows[0][2:6] == ["2e-3", "1/2", None, "20.00"]
 
 
@@ -549,7 +549,7 @@ def test_where_nothing_is_chosen_other_seeds_count_though_the_first_diverged(fol
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
     results = Results(cells.grid, cells, {place: {} for place in cells.whole})
     (first,) = cells.tuning(P[0])
-    results.add(Outcome(first, "diverged", {}))
+    results.add(CellOutcome(first, "diverged", {}))
     (other,) = others_of(cells, first)
     results.add(measured_by_hand(other, {"test_token_ppl": 20.0}))
     assert results.values("perplexity", P[0]) == (20.0,)
@@ -655,7 +655,7 @@ paper: {perplexity: [9.0, 8.0, 7.0, 6.0], bits_per_byte: [4.0, 3.0, 2.0, 1.0]}
             facts = {"tokenizer": tokenizers[number], "total": 1000 * (number + 1), "run": model}
             facts |= {"kind": "product-key" if model == "pkm" else "dense", "test_token_ppl": 60.0 - 10 * number}
             cell = cells.first[(model, "tokens"), None]
-            results.add(Outcome(cell, "measured", facts | {"test_bits_per_byte": 5.0 - number}))
+            results.add(CellOutcome(cell, "measured", facts | {"test_bits_per_byte": 5.0 - number}))
         return results
 
     same, other = told("aaaa"), told("aaab")
@@ -716,7 +716,7 @@ def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
     with pytest.raises(UserError, match=r"expected train.steps=8 'data.dir=a b'"):
         swept.recall(results("train.steps=8", "data.dir=a b"))
     write_json(run / "run.json", {"status": "diverged"})
-    ours.add(Outcome(cell, "diverged", {}))
+    ours.add(CellOutcome(cell, "diverged", {}))
     swept.write(ours)
     swept.recall(results("data.dir=a b", "train.steps=7"))  # in another order
     swept.recall(results("data.dir=a b", text=GRID.replace("set: {", "set: {train.steps: 7, ")))
