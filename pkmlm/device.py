@@ -1,5 +1,6 @@
 """Which device and which arithmetic a command uses, and why."""
 
+import gc
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -84,6 +85,13 @@ def free_bytes_of_cgroups(root: str = "/") -> list[int]:
                         stat = dict(each.split() for each in (place / "memory.stat").read_text().splitlines())
                         free.append(max(0, most - now + int(stat.get(droppable, 0))))
     return free
+
+
+def give_back(device: torch.device) -> None:
+    """Give back to other processes what torch keeps of a GPU's memory for tensors that are gone."""
+    if device.type == "cuda":
+        gc.collect()  # modules and hooks that refer to each other hold tensors
+        torch.cuda.empty_cache()
 
 
 def held_bytes(device: torch.device) -> tuple[int, str]:

@@ -4,6 +4,7 @@ W: ranks; N: rows of one rank's tensor.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -225,6 +226,11 @@ def for_background(world: World) -> World:
         return World()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.comm_state.timeout))
     return World(world.rank, world.size, group)
+
+
+def ranks_of_machine() -> int:
+    """How many ranks a launcher has started on this machine, neighbours in the world; without one, 1."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_shard(tensor: Any) -> bool:

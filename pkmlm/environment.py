@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -72,19 +73,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def source_commit(git: Path | None = None) -> str | None:
-    """The commit that a .git folder has checked out, by default that of this package; None if there is none."""
-    git = git or Path(__file__).resolve().parents[1] / ".git"
+def source_commit(folder: Path | None = None) -> str | None:
+    """The commit that a folder of source has checked out, by default that of this package; None if it is not the top of
+    a checkout, or without git.
+    """
+    git = (folder or Path(__file__).resolve().parents[1]) / ".git"  # asked by its name, git does not look further up
+    command = ["git", f"--git-dir={git}", "rev-parse", "--verify", "--quiet", "HEAD"]
     try:
-        head = os.fsdecode((git / "HEAD").read_bytes()).strip()  # a branch's name is bytes, as a file's is
-        if not head.startswith("ref: "):
-            return head
-        name = head.removeprefix("ref: ")
-        if (git / name).exists():
-            return (git / name).read_text().strip()
-        packed = os.fsdecode((git / "packed-refs").read_bytes()).splitlines()
-        return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
-    except OSError:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
 
 

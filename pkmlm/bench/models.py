@@ -14,7 +14,7 @@ from pkmlm.console import Column, Table, number
 from pkmlm.cost import Cost, cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
-from pkmlm.device import default_device, machine
+from pkmlm.device import Precision, default_device, machine
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import next_logits
 from pkmlm.memory.hash.spec import HashSpec
@@ -139,7 +139,7 @@ class RandomBatches(Batches):
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def random_training(recipe: Recipe, precision: str) -> TrainState:
+def random_training(recipe: Recipe, precision: Precision) -> TrainState:
     """The training of a recipe from initial weights, on random tokens. If it chooses slots by a background, whose file
     may be gone, they are chosen by their counts instead, which takes as long.
 

@@ -16,8 +16,9 @@ from pkmlm.bench.models import random_training
 from pkmlm.bench.rounds import Say, check_room, interleaved
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
+from pkmlm.data.batches import cut_length
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.device import default_device, machine, select_device
+from pkmlm.device import default_device, give_back, machine, select_device
 from pkmlm.errors import UserError, memory_errors
 from pkmlm.files import read_json, write_json
 from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, named_values, recipe_sha256
@@ -28,7 +29,6 @@ from pkmlm.train.step import queue_step
 
 ROUNDS = 7
 FEWER = "compare fewer runs, or compare over tokens or operations"  # the hint if memory does not hold all models
-AGAIN = "time them again with --retime when the machine is idle"
 BUSY = 0.5  # cores that other programs may use before a timing gets a warning
 RATES = ("lr", "lr_scale", "schedule", "times", "warmup_steps", "final_lr", "decay_steps")  # none changes a step's time
 
@@ -36,9 +36,9 @@ RATES = ("lr", "lr_scale", "schedule", "times", "warmup_steps", "final_lr", "dec
 def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say, retime: bool = False) -> dict[str, float]:
     """What one step of each run takes.
 
-    Tokens are those of a batch. Operations are the multiply-adds of their forward (`pkmlm.cost`). Seconds are the
-    median of `time_steps`, or of an earlier call of it that timed all of these recipes together, on this machine; its
-    times are kept in each run's steps.json.
+    Tokens are those that it reads on average. Operations are the multiply-adds of its forward (`pkmlm.cost`). Seconds
+    are the median of `time_steps`, or of an earlier call of it that timed all of these recipes together, on this
+    machine; its times are kept in each run's steps.json.
 
     Args:
         runs: by name.
@@ -49,8 +49,8 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say, retime:
         UserError: a recipe or tokenizer cannot be read; (exit code 1) memory does not hold all models together.
     """
     if over == "tokens":
-        return {name: run.recipe().train.batch_tokens for name, run in runs.items()}
-    recipes = {name: timed_part(run.recipe(), vocab_size_in(run)) for name, run in runs.items()}
+        return {name: run.step_tokens() for name, run in runs.items()}
+    recipes = {name: timed_part(run.recipe(), vocab_size_in(run), run.step_tokens()) for name, run in runs.items()}
     keys = {name: recipe_sha256(recipe) for name, recipe in recipes.items()}
     distinct = {key: recipes[name] for name, key in keys.items()}
     if over == "operations":
@@ -65,7 +65,8 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say, retime:
             except UserError as error:  # such as in another user's folder: the times are still valid
                 warn(f"the times of steps are not kept: {error.message}")
     if times["busy_cores"] > BUSY:
-        warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {AGAIN}")
+        again = f"delete {STEPS} in the runs to time them again when the machine is idle"
+        warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {again}")
     return {name: median(times["steps"][key]) for name, key in keys.items()}
 
 
@@ -74,18 +75,25 @@ def vocab_size_in(run: RunDirectory) -> int:
     return run.recipe().model.vocab_size or Tokenizer.load(run.tokenizer_file).size
 
 
-def timed_part(recipe: Recipe, vocab_size: int) -> Recipe:
+def timed_part(recipe: Recipe, vocab_size: int, step_tokens: float) -> Recipe:
     """A recipe with only what a step's time depends on: runs that differ only in the rest are timed once. All steps are
     timed in one process, even those of a run that several ranks trained.
+
+    Args:
+        step_tokens: that a step reads on average. Where they are fewer than a batch's, as each sequence ends with its
+            document, all sequences are as long as the mean document.
     """
+    length = cut_length(step_tokens / recipe.sequences, recipe.model.context)
     memories = {name: at_default_rates(memory) for name, memory in recipe.model.memories.items()}
     return replace(
         recipe,
         name="",
         data=Data(),
-        model=replace(recipe.model, vocab_size=vocab_size, memories=memories),
+        model=replace(recipe.model, vocab_size=vocab_size, memories=memories, context=length),
         optim=at_default_rates(recipe.optim),
-        train=replace(recipe.train, steps=1, epochs=None, seed=1, init_from=None),
+        train=replace(
+            recipe.train, steps=1, epochs=None, seed=1, init_from=None, batch_tokens=recipe.sequences * length
+        ),
         eval=Eval(),
         checkpoint=Checkpoint(),
         log=Log(),
@@ -117,7 +125,7 @@ def kept_times(runs: Mapping[str, RunDirectory], keys: set[str]) -> StepTimes | 
 
 def time_steps(recipes: Mapping[str, Recipe], say: Say, rounds: int = ROUNDS) -> StepTimes:
     """Time the steps of recipes, all in turn: whole optimizer steps as `pkmlm train` takes them, from fresh weights, on
-    random tokens.
+    random tokens. The models are gone afterwards, and so is what they held of a GPU, which a sweep's cells need.
 
     Args:
         recipes: by key, with `model.vocab_size` set.
@@ -135,6 +143,8 @@ def time_steps(recipes: Mapping[str, Recipe], say: Say, rounds: int = ROUNDS) ->
             for key, recipe in recipes.items()
         }
         times = interleaved({key: partial(queue_step, state, 1) for key, state in states.items()}, rounds, device, say)
+    del states
+    give_back(device)
     return {
         "timed_on": machine(),
         "busy_cores": round(busy, 2),

@@ -9,13 +9,13 @@ from torch import Tensor
 from pkmlm.bench.models import FEWER, ModelTimes, Variant, decode, prefilled, random_tokens, random_training
 from pkmlm.bench.peaks import peak_of
 from pkmlm.bench.rounds import Say, check_room, interleaved_with_copy
-from pkmlm.device import autocast, default_device, name_of
+from pkmlm.device import Precision, autocast, default_device, name_of
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer
 from pkmlm.train.step import queue_step
 
 
-def time_training(chosen: list[Variant], precision: str, rounds: int, say: Say) -> ModelTimes:
+def time_training(chosen: list[Variant], precision: Precision, rounds: int, say: Say) -> ModelTimes:
     """Time the forward, the whole step as `pkmlm train` takes it, and one token at batch 1 after half a context."""
     check_room("these models together", sum(sum(one.cost.training.values()) for one in chosen), FEWER)
     device = default_device()

@@ -62,8 +62,10 @@ def command(
       pkmlm sweep my-grid.yaml -o sweeps/mine --table --format latex > table.tex
     """
     from pkmlm.report.plots import Look
-    from pkmlm.sweep.run import Workers, open_sweep, run_sweep, seconds_of_steps
+    from pkmlm.sweep.run import Workers, open_sweep, run_sweep, seconds_of_steps, use_devices
 
+    if gpus := parse_devices(devices, jobs):
+        use_devices(gpus)
     results, folder = open_sweep(
         Path(grid_file),
         scale,
@@ -83,7 +85,6 @@ def command(
         return 0
     if folder is None:
         raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
-    gpus = parse_devices(devices, jobs)
     return run_sweep(
         results,
         folder,

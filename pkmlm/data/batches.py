@@ -3,7 +3,9 @@
 B: sequences; T: positions (the context).
 """
 
+import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +53,15 @@ class Batches:
         """The batches that a recipe asks for."""
         kind = cls if recipe.data.pack else UnpackedBatches
         return kind(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
+
+    def read(self, step: int) -> int:
+        """The tokens that the sequences of the global batch of `step` hold, scored or not."""
+        return self.batch * self.context
+
+    @property
+    def mean_read(self) -> float:
+        """The mean of `read` over an epoch."""
+        return self.batch * self.context
 
     def scored(self, step: int) -> int:
         """The number of scored targets in the global batch of `step` (from 1)."""
@@ -121,11 +132,22 @@ class UnpackedBatches(Batches):
         super().__init__(corpus, context, sequences, seed)
         self.pieces = corpus.documents
 
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """How many tokens of each document are read: (documents,)."""
+        return np.minimum(np.diff(self.corpus.boundaries(0, self.corpus.documents)), self.context)
+
+    def read(self, step: int) -> int:
+        return int(self.lengths[[number for _, number in self._numbers(step, 0, self.batch)]].sum())
+
+    @property
+    def mean_read(self) -> float:
+        return self.batch * float(self.lengths.mean())
+
     def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
         tokens_BT, targets_BT = super().micro_batch(step, index, size, rank, world)
         together = self._numbers(step, index * world * size, world * size)  # all ranks' sequences are equally long
-        longest = max(int(np.diff(self.corpus.boundaries(number, number + 1))[0]) for _, number in together)
-        length = min(self.context, -(-longest // LENGTHS) * LENGTHS)
+        length = cut_length(int(self.lengths[[number for _, number in together]].max()), self.context)
         return Batch(tokens_BT[:, :length], targets_BT[:, :length])
 
     def _scored(self, epoch: int, number: int) -> int:
@@ -141,6 +163,22 @@ class UnpackedBatches(Batches):
         tokens[:length] = document[:-1]
         targets[length - learnt : length] = document[-learnt:]
         return tokens, targets
+
+
+def cut_length(longest: float, context: int) -> int:
+    """The positions of sequences whose longest document has so many tokens."""
+    return min(context, math.ceil(longest / LENGTHS) * LENGTHS)
+
+
+def mean_read(recipe: Recipe) -> float:
+    """The tokens that a step of a recipe reads, on average; those of a full batch if it names no data.
+
+    Raises:
+        UserError: without `data.pack`, the tokens, whose documents say how long they are, are missing or damaged.
+    """
+    if recipe.data.pack or not recipe.data.folders:
+        return recipe.train.batch_tokens
+    return Batches.of(Corpus(recipe.data.folders, "train"), recipe).mean_read
 
 
 class Shuffled:

@@ -94,12 +94,12 @@ class Comparison:
         return equal
 
     def curves(self, over: str) -> dict[str, list[tuple[float, list[Facts]]]]:
-        """By group, for each of its runs: what a step takes (from `at_equal`; otherwise the recipe's tokens, or 1) and
+        """By group, for each of its runs: what a step takes (from `at_equal`; otherwise its tokens, or 1) and
         the run's events.
         """
 
         def curve(facts: Facts) -> tuple[float, list[Facts]]:
-            tokens = self.recipes[facts["run"]].train.batch_tokens if over == "tokens" else 1.0
+            tokens = self.runs[facts["run"]].step_tokens() if over == "tokens" else 1.0
             return facts.get(f"{over}_per_step", tokens), self.metrics[facts["run"]]
 
         return {group.name: [curve(run) for run in group.runs] for group in self.groups}

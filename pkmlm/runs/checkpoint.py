@@ -9,7 +9,7 @@ numbers follow from the seed, its number and the rank.
 
 Models and optimizers are passed as dicts of tensors (`model.state_dict()`, `train.optim.optimizer_state`). `tables`
 maps the names of those of a model's tensors that are tables to the ranks that divide their columns
-(`memory.values.table_ranks`).
+(`memory.table.table_ranks`).
 
 Not torch.distributed.checkpoint: its metadata is a pickle, its files have no digests, and a tensor in it belongs to a
 mesh of ranks.

@@ -261,6 +261,10 @@ class RunDirectory:
             facts = read_json(path, "the run's record", LOST_RECORD, exit_code=1, schema=dict[str, Any])
         return facts
 
+    def step_tokens(self) -> float:
+        """The tokens that a step reads, on average, as run.json says; if it does not, those of a full batch."""
+        return self.facts().get("step_tokens") or self.recipe().train.batch_tokens
+
     def status(self) -> str | None:
         """The status of training in run.json; "killed" if that is "running", but the process has ended."""
         status: str | None = self.facts().get("status")
@@ -303,6 +307,9 @@ class RunDirectory:
                         file.write(json.dumps(line).encode() + b"\n")
 
     def clean(self) -> None:
-        """Remove what killed processes left half-written; the caller holds the run's lock."""
-        for folder in (self.path, self.checkpoints, self.path / USAGE):
+        """Remove what killed processes left half-written in training; the caller holds the run's lock. A usage report
+        needs no lock: one may be writing beside this.
+        """
+        for folder in (self.path, self.checkpoints):
             remove_leftovers(folder)
+        remove_leftovers(self.path / USAGE, "drift-step-*.npz")

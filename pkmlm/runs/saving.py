@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pkmlm.device import free_bytes, is_finite
-from pkmlm.distributed import ProcessGroups, for_background, is_shard, local_part
+from pkmlm.distributed import ProcessGroups, for_background, is_shard, local_part, ranks_of_machine
 from pkmlm.errors import UserError
-from pkmlm.files import MANIFEST, ManifestEntry, entry_of, write_json, write_text, writing_folder
+from pkmlm.files import MANIFEST, entry_of, write_json, write_text, writing_folder
 from pkmlm.recipe.schema import Recipe, dump_recipe
 from pkmlm.runs.checkpoint import DRIFT, OPTIMIZER, WEIGHTS, Tables, moments_of, part_name, write_tensors
 from pkmlm.runs.directory import RunDirectory
@@ -39,6 +39,7 @@ class Saver:
         ranks: the ranks that train together.
         say: called with a line for people.
         saved: called with the step of a checkpoint when this thread learns that it stands.
+        step_bytes: main memory that a rank's training step takes and gives back; a copy leaves it free, too.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Saver:
         ranks: ProcessGroups,
         say: Callable[[str], None],
         saved: Callable[[int], None] = lambda step: None,
+        step_bytes: int = 0,
     ):
         self.run, self.recipe, self.ranks, self.say, self.saved = run, recipe, ranks, say, saved
+        self.step_bytes = step_bytes
         self.background = for_background(ranks.world)
         self.thread: threading.Thread | None = None
-        self.step = 0  # of the checkpoint under way
+        self.step = 0  # of the checkpoint under way, or of the last one; 0: there was none
         self.failure: BaseException | None = None
 
     def __enter__(self) -> "Saver":
@@ -78,7 +81,7 @@ class Saver:
             weights, optimizer, tables: see `runs.checkpoint`; each rank passes its part of sharded tensors.
             drift: of `measure.drift`, the same on all ranks.
             committed: called by rank 0, in the thread, when the checkpoint stands, with the seconds that training
-                waited for it.
+                waited: for the checkpoint before, and for this one's copy.
 
         Raises:
             UserError: the save before failed; see `wait`.
@@ -92,8 +95,6 @@ class Saver:
         copy = self._holds_copy(tensors)
         if copy:
             tensors = {file: {name: copied(one) for name, one in own.items()} for file, own in tensors.items()}
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # pinned copies are queued
         else:
             self.say("memory does not hold a copy of the checkpoint: training waits until it is written")
         state, recipe = asdict(progress), dump_recipe(self.recipe)
@@ -158,9 +159,14 @@ class Saver:
         return own
 
     def _holds_copy(self, tensors: dict[str, dict[str, Tensor]]) -> bool:
-        """Whether the memory of every rank's machine holds a copy of these tensors."""
-        needed = sum(tensor.nbytes for own in tensors.values() for tensor in own.values())
-        return not self.ranks.world.all_max(int(needed + SPARE > free_bytes(torch.device("cpu"))))
+        """Whether the memory of every rank's machine holds a copy of these tensors beside training: of all its ranks'
+        together.
+        """
+        world, beside = self.ranks.world, ranks_of_machine()
+        needed = self.step_bytes + sum(tensor.nbytes for own in tensors.values() for tensor in own.values())
+        first = world.rank - world.rank % beside
+        needed = sum(world.gather_objects(needed)[first : first + beside])
+        return not world.all_max(int(needed + SPARE > free_bytes(torch.device("cpu"))))
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], recipe: str) -> None:
         """Write a rank's tensors, by file and name, and, on rank 0, the small files."""
@@ -177,7 +183,7 @@ class Saver:
                 folder = stack.enter_context(writing_folder(path)) if lead else path
             folder = path.with_name(world.broadcast(folder.name))
             with world.collective_errors():
-                entries = write_together(folder, tensors)
+                entries = {name: write_tensors(folder / name, own) for name, own in tensors.items()}
                 if lead:
                     write_json(folder / STATE, state)
                     write_text(folder / RECIPE, recipe)
@@ -190,37 +196,11 @@ class Saver:
                     stack.close()
 
 
-def write_together(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> dict[str, ManifestEntry]:
-    """Write files of tensors at the same time: one thread alone hashes more slowly than many a disk writes.
-
-    Returns:
-        what a manifest says of each file.
-    """
-    entries: dict[str, ManifestEntry] = {}
-    failures: list[BaseException] = []
-
-    def write(name: str) -> None:
-        try:
-            entries[name] = write_tensors(folder / name, tensors[name])
-        except BaseException as error:  # raised below, in the thread that waits
-            failures.append(error)
-
-    threads = [threading.Thread(target=write, args=(name,), daemon=True) for name in tensors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return {name: entries[name] for name in tensors}
-
-
 def copied(tensor: Tensor) -> Tensor:
-    """A copy in main memory; of a tensor on a GPU, a pinned one, which is complete after the next synchronisation."""
-    if tensor.device.type == "cuda":
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor.detach(), non_blocking=True)
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    """A copy in main memory, which is not pinned: of pinned memory torch takes powers of two, and keeps them, so that
+    the next save would find less.
+    """
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def full_tensor(tensor: Any, lead: bool) -> Tensor:

@@ -11,9 +11,10 @@ from statistics import median
 from typing_extensions import TypedDict
 
 from pkmlm.bench.rounds import Say
-from pkmlm.bench.steps import AGAIN, BUSY, time_steps, timed_part
+from pkmlm.bench.steps import BUSY, time_steps, timed_part
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
+from pkmlm.data.batches import mean_read
 from pkmlm.errors import UserError
 from pkmlm.files import read_json, write_json
 from pkmlm.recipe.schema import Recipe, recipe_sha256
@@ -60,13 +61,16 @@ def relative_steps(
             all models at once.
     """
     takes: dict[str, dict[Place, float]] = {"tokens": {}, "operations": {}, "seconds": {}}
-    for place, recipe in recipes.items():
-        takes["tokens"][place] = recipe.train.batch_tokens
-        per_token = cost_of(recipe, recipe.model.vocab_size or 0).flops_per_token
-        takes["operations"][place] = per_token * recipe.train.batch_tokens
+    takes["tokens"] = {place: mean_read(recipe) for place, recipe in recipes.items()}
+    parts = {
+        place: timed_part(recipe, recipe.model.vocab_size or 0, takes["tokens"][place])
+        for place, recipe in recipes.items()
+    }
+    for place, part in parts.items():
+        per_token = cost_of(part, part.model.vocab_size or 0).flops_per_token
+        takes["operations"][place] = per_token * part.train.batch_tokens
     first = next(iter(recipes))
     if "seconds" in grid.equal:
-        parts = {place: timed_part(recipe, recipe.model.vocab_size or 0) for place, recipe in recipes.items()}
         keys = {place: recipe_sha256(part) for place, part in parts.items()}
         relative = relative_seconds({keys[place]: parts[place] for place in parts}, keys[first], folder, say, retime)
         takes["seconds"] = {place: relative[key] for place, key in keys.items()}
@@ -91,7 +95,8 @@ def relative_seconds(
     if missing:
         times = time_steps({first: recipes[first]} | missing, say)
         if times["busy_cores"] > BUSY:
-            warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {AGAIN}")
+            again = "begin the sweep in another folder when the machine is idle"
+            warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {again}")
         seconds = {key: median(found) for key, found in times["steps"].items()}
         known = {key: each / seconds[first] for key, each in seconds.items()} | known
         if file:

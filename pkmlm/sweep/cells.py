@@ -155,11 +155,13 @@ class Cells:
         """The cells of a point's first seed, one for each value of the tuned key."""
         return [self.first[point, value] for value in self.values]
 
-    def others(self, chosen: Cell) -> list[Cell]:
-        """The cells of the other seeds (of all, if `chosen` is a trial) at the tuned value of `chosen`, whatever
-        happened to the base's file since.
+    def others(self, point: Point, tuned: str | None, trial: bool) -> list[Cell]:
+        """The cells of a point's other seeds at a tuned value, whatever happened to the base's file since.
+
+        Args:
+            trial: whether the value was chosen by trials, so that all seeds are others.
         """
-        whole = self.whole[chosen.point, chosen.tuned]
+        whole = self.whole[point, tuned]
         return [
             replace(
                 whole,
@@ -167,7 +169,7 @@ class Cells:
                 overrides=(*whole.overrides[:-1], f"train.seed={seed}"),
                 recipe=replace(whole.recipe, train=replace(whole.recipe.train, seed=seed)),
             )
-            for seed in self.grid.seeds[not chosen.trial :]
+            for seed in self.grid.seeds[not trial :]
         ]
 
     @property
@@ -176,13 +178,14 @@ class Cells:
         return len(self.values) + len(self.grid.seeds) - (self.first is self.whole)
 
     def __len__(self) -> int:
-        """How many runs there are: points may share theirs."""
-        apart = {tuple(cell.name for cell in self.tuning(point)) for point in self.grid.points()}
-        return len(apart) * self.runs_of_a_point
+        """How many runs there are: points may share theirs, or only their trials."""
+        first = {cell.name for cell in self.first.values()}
+        apart = {tuple(self.whole[point, value].name for value in self.values) for point in self.grid.points()}
+        return len(first) + len(apart) * (self.runs_of_a_point - len(self.values))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """How a cell ended.
 
     Attributes:
@@ -205,7 +208,7 @@ class Outcome:
         return loss if isinstance(loss, float) else float("inf")
 
 
-def best(outcomes: Sequence[Outcome]) -> Outcome | None:
+def best(outcomes: Sequence[CellOutcome]) -> CellOutcome | None:
     """The outcome with the lowest validation loss; None if none was measured, or if one was stopped or failed and will
     run again. A single outcome, where nothing is chosen, needs no validation and may have diverged.
 
@@ -252,7 +255,7 @@ def suite_accuracy(tasks: Facts) -> float | None:
     return None if None in found else mean(found)
 
 
-def finished(cell: Cell, folder: Path) -> Outcome | None:
+def finished(cell: Cell, folder: Path) -> CellOutcome | None:
     """The outcome of a cell that has run before; None if it has not ended; "failed" if its files cannot be read, or are
     those of another recipe.
     """
@@ -270,16 +273,16 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
             pairs = differences(recipe, asked).items()
             found = ", ".join(f"{key} {had} (expected {wanted})" for key, (had, wanted) in pairs)
             message = f"its run has {found}: set it back with -s, or name another folder with -o"
-            return Outcome(cell, "failed", {}, message, WRONG_USAGE) if run.steps() else None
+            return CellOutcome(cell, "failed", {}, message, WRONG_USAGE) if run.steps() else None
         if run.facts().get("status") == "diverged":
-            return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
+            return CellOutcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
         step = run.done()
         if step is None:
             return None
         message = "" if step >= recipe.train.steps else f"eval.patience ended it at step {step}"
-        return Outcome(cell, "measured", facts_at_end(cell, run), message)
+        return CellOutcome(cell, "measured", facts_at_end(cell, run), message)
     except UserError as error:
-        return Outcome(cell, "failed", {}, error.message, error.exit_code)
+        return CellOutcome(cell, "failed", {}, error.message, error.exit_code)
 
 
 def has_moved_tokens(run: RunDirectory, before: Recipe, now: Recipe) -> bool:

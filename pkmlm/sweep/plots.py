@@ -1,6 +1,6 @@
 """The figures of a grid: its measurements, beside the paper's numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,8 @@ from pkmlm.report.metrics import MEASURES
 from pkmlm.report.plots import LETTER, SMALL, Look, drawing, file_name, label, legend, line_style, plain
 from pkmlm.sweep.grid import Figure, Grid, Point
 from pkmlm.sweep.results import Results
-from pkmlm.sweep.verdicts import Values
+
+Measurements = Callable[[str, Point], tuple[float, ...]]  # of a measure at a point: one a seed, or the paper's
 
 
 class Named(NamedTuple):
@@ -56,7 +57,7 @@ def picture(results: Results, figure: Figure, look: Look) -> Canvas | None:
         return None
     fewest = min(results.seeds_of(point, [figure.y]) for point in measured)
     lacking = f"\n(some: {fewest} of {len(grid.seeds)} seeds)" if 0 < fewest < len(grid.seeds) else ""
-    panels: list[tuple[str, Values]] = [(f"measured{lacking}", results.values)]
+    panels: list[tuple[str, Measurements]] = [(f"measured{lacking}", results.values)]
     places = [(position(grid, figure, p, published), published(figure.y, p)) for p in known(grid, figure, published)]
     if len(set(places)) > 1:
         panels.append(("the paper", published))
@@ -92,12 +93,12 @@ def equal_heights(panels: Sequence[Axes]) -> None:
         axes.set_ylim(middle / factor**0.5, middle * factor**0.5)
 
 
-def known(grid: Grid, figure: Figure, value: Values) -> list[Point]:
+def known(grid: Grid, figure: Figure, value: Measurements) -> list[Point]:
     """The points that have a place in the figure."""
     return [p for p in grid.points() if value(figure.y, p) and (figure.x in grid.axes or value(figure.x, p))]
 
 
-def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> list[Named]:
+def panel(axes: Axes, grid: Grid, figure: Figure, value: Measurements) -> list[Named]:
     """Draw the lines of one panel; returns the names of its points if x is a measure."""
     named: list[Named] = []
     along_axis = figure.x in grid.axes
@@ -175,7 +176,7 @@ def write_names(axes: Axes, named: Sequence[Named]) -> None:
         ).set_in_layout(False)
 
 
-def position(grid: Grid, figure: Figure, point: Point, value: Values) -> float:
+def position(grid: Grid, figure: Figure, point: Point, value: Measurements) -> float:
     """Where a point is along x: the number of its value, or the mean of its measure."""
     if figure.x in grid.axes:
         return grid.names(figure.x).index(grid.place(point)[figure.x])

@@ -13,6 +13,7 @@ from typing import Any
 
 from pkmlm import __version__
 from pkmlm.console import Column, Table, number
+from pkmlm.data.batches import mean_read
 from pkmlm.environment import source_commit, source_sha256
 from pkmlm.errors import UserError
 from pkmlm.files import make_folder, read_json, write_json, write_text
@@ -24,7 +25,7 @@ from pkmlm.report.metrics import FLOORED, MEASURES
 from pkmlm.report.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import SweepTimings, Timed
-from pkmlm.sweep.cells import Cell, Cells, Outcome, Place, best, finished
+from pkmlm.sweep.cells import Cell, CellOutcome, Cells, Place, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune, assignments
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
@@ -49,7 +50,7 @@ class Results:
     grid: Grid
     cells: Cells
     costs: Mapping[Place, dict[str, Any]]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, CellOutcome] = field(default_factory=dict)
     speeds: dict[Point, Timed] = field(default_factory=dict)
     equals: list[Equal] = field(default_factory=list)
     source: str = field(default_factory=source_sha256)
@@ -61,7 +62,7 @@ class Results:
         return sum(outcome.status in ("measured", "diverged") for outcome in self.outcomes.values())
 
     @property
-    def failed(self) -> list[Outcome]:
+    def failed(self) -> list[CellOutcome]:
         return [outcome for outcome in self.outcomes.values() if outcome.status == "failed"]
 
     def of_other_code(self) -> list[str]:
@@ -69,7 +70,7 @@ class Results:
         sources = {each.cell.name: each.facts.get("trained_by", {}).get("source_sha256") for each in self.in_order()}
         return [name for name, source in sources.items() if source not in (None, self.source)]
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: CellOutcome) -> None:
         self.outcomes[outcome.cell.name] = outcome
 
     def add_finished(self, cells: Sequence[Cell], runs: Path) -> None:
@@ -78,18 +79,22 @@ class Results:
             if outcome := finished(cell, runs):
                 self.add(outcome)
 
-    def in_order(self) -> list[Outcome]:
+    def in_order(self) -> list[CellOutcome]:
         """The outcomes in the order of the grid, whichever run ended first."""
         found = [outcome for point in self.grid.points() for outcome in self.tried(point)]
         return list({outcome.cell.name: outcome for outcome in found}.values())
 
-    def tried(self, point: Point) -> list[Outcome]:
+    def tried(self, point: Point) -> list[CellOutcome]:
         """The outcomes of a point's cells, of all tuned values and seeds, chosen or not."""
         winner = self.winner(point)
-        cells = [*self.cells.tuning(point), *(self.cells.others(winner.cell) if winner else [])]
+        cells = [*self.cells.tuning(point), *(self.others(point, winner) if winner else [])]
         return [self.outcomes[cell.name] for cell in cells if cell.name in self.outcomes]
 
-    def winner(self, point: Point) -> Outcome | None:
+    def others(self, point: Point, winner: CellOutcome) -> list[Cell]:
+        """The cells of a point that follow its winner, which is perhaps another point's run, too."""
+        return self.cells.others(point, winner.cell.tuned, winner.cell.trial)
+
+    def winner(self, point: Point) -> CellOutcome | None:
         """The outcome of the first seed, or of its trial, at the best tuned value of a point; None: not yet known."""
         tuning = self.cells.tuning(point)
         tried = [self.outcomes[cell.name] for cell in tuning if cell.name in self.outcomes]
@@ -100,12 +105,12 @@ class Results:
         winner = self.winner(point)
         return self.costs[point, winner.cell.tuned if winner else self.cells.values[0]]
 
-    def chosen(self, point: Point) -> list[Outcome]:
+    def chosen(self, point: Point) -> list[CellOutcome]:
         """The measured cells of a point that count: those at its best tuned value, without trials."""
         winner = self.winner(point)
         if winner is None:
             return []
-        others = [self.outcomes.get(cell.name) for cell in self.cells.others(winner.cell)]
+        others = [self.outcomes.get(cell.name) for cell in self.others(point, winner)]
         counted = others if winner.cell.trial else [winner, *others]
         return [one for one in counted if one is not None and one.status == "measured"]
 
@@ -262,15 +267,16 @@ class Results:
         """
         grid, rows, shared, all_hours = self.grid, [], set(), 0.0
         for point in grid.points():
-            cost, whole = self.cost(point), self.cells.whole[point, self.cells.values[0]].recipe.train
+            cost, cell = self.cost(point), self.cells.whole[point, self.cells.values[0]]
+            whole = cell.recipe.train
             sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
             first, runs = self.cells.tuning(point), self.cells.runs_of_a_point
-            steps = sum(cell.recipe.train.steps for cell in first) + (runs - len(first)) * whole.steps
+            steps = sum(each.recipe.train.steps for each in first) + (runs - len(first)) * whole.steps
             hours = seconds[point] * steps / 3600 if seconds else 0.0
-            names = tuple(cell.name for cell in first)
+            names = tuple(each.name for each in (*first, cell))
             all_hours += hours if names not in shared else 0.0
             shared.add(names)
-            rows.append([*point, *sizes, whole.steps, whole.steps * whole.batch_tokens / 1e6, runs, hours])
+            rows.append([*point, *sizes, whole.steps, whole.steps * mean_read(cell.recipe) / 1e6, runs, hours])
         *_, all_operations, _, all_tokens, _, _ = zip(*rows, strict=True)
         columns = [Column(axis) for axis in grid.axes]
         columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations)]
@@ -343,7 +349,7 @@ def millions(name: str, values: Sequence[float]) -> Column:
     return number(name, f"{{:,.{max(1, places)}f}}")
 
 
-def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str, Any]:
+def cell_json(grid: Grid, outcome: CellOutcome, trainers: Sequence[Any]) -> dict[str, Any]:
     """A cell in results.json."""
     cell, facts = outcome.cell, outcome.facts
     kept = ("valid_loss", "test_token_ppl", "test_word_ppl", "test_bits_per_byte", "step", "tokens", "seconds")
@@ -453,7 +459,7 @@ class SweepFolder:
         for point in results.grid.points():
             results.add_finished(results.cells.tuning(point), self.runs)
             if winner := results.winner(point):
-                results.add_finished(results.cells.others(winner.cell), self.runs)
+                results.add_finished(results.others(point, winner), self.runs)
         if not results.ended:
             failed = [f"{outcome.cell.name}: {outcome.message}" for outcome in results.outcomes.values()]
             hint = failed[0] if failed else "wait for one to end, or leave --table out to train them"

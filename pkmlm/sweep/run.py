@@ -25,7 +25,7 @@ from pkmlm.bench.steps import step_amounts, time_steps, timed_part, vocab_size_i
 from pkmlm.console import Table, progress_bars, say_drawn, status_line, warn, warn_each
 from pkmlm.cost import cost_of
 from pkmlm.cost_tables import vocab_size_of
-from pkmlm.data.batches import Batches
+from pkmlm.data.batches import Batches, mean_read
 from pkmlm.device import default_device, machine
 from pkmlm.environment import SIZE, child_command, usable_cores
 from pkmlm.errors import UserError, memory_errors, printable
@@ -42,7 +42,7 @@ from pkmlm.report.plots import Look, draw_curves
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest, signal_name, stop_on_signals
 from pkmlm.sweep.budget import busy_note, relative_steps
-from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, Place, best, facts_at_end, finished, steps_taken
+from pkmlm.sweep.cells import WRONG_USAGE, Cell, CellOutcome, Cells, Place, best, facts_at_end, finished, steps_taken
 from pkmlm.sweep.grid import Point, read_grid
 from pkmlm.sweep.plots import draw
 from pkmlm.sweep.results import Results, SweepFolder
@@ -66,6 +66,22 @@ class Workers:
     jobs: int = 1
     devices: Sequence[str] = ()
     task_data: str | None = None
+
+
+def use_devices(devices: Sequence[str]) -> None:
+    """Let this process see only these GPUs, before it uses any: it times models on the first.
+
+    Args:
+        devices: as in CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        UserError: one does not exist: torch would silently use the CPU.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    found = torch.cuda.device_count()
+    if found < (1 if devices[0].startswith("MIG-") else len(devices)):  # CUDA shows a process one MIG instance
+        message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
+        raise UserError(message, "pkmlm doctor lists the devices")
 
 
 def open_sweep(
@@ -149,7 +165,9 @@ def seconds_of_steps(cells: Cells, quiet: bool) -> dict[Point, float]:
     """
     known = with_vocab_sizes(cells, None)
     recipes = {point: recipe for (point, value), recipe in known.items() if value == cells.values[0]}
-    parts = {point: timed_part(recipe, recipe.model.vocab_size or 0) for point, recipe in recipes.items()}
+    parts = {
+        point: timed_part(recipe, recipe.model.vocab_size or 0, mean_read(recipe)) for point, recipe in recipes.items()
+    }
     keys = {point: recipe_sha256(part) for point, part in parts.items()}
     try:
         with status_line(quiet) as say:
@@ -185,8 +203,8 @@ def run_sweep(
         The exit code: 0, that of the failures, or that of the signal that stopped the sweep.
 
     Raises:
-        UserError: a device or data is missing, or the folder is in use, or holds another sweep; (exit code 1) the
-            models could not be timed, and the tables lack their speeds, or runs of other code are among them.
+        UserError: data is missing, or the folder is in use, or holds another sweep; (exit code 1) the models could not
+            be timed, and the tables lack their speeds, or runs of other code are among them.
     """
     folder.recall(results)
     results.note = busy_note(folder.path) if "seconds" in results.grid.equal else ""
@@ -196,14 +214,6 @@ def run_sweep(
     if table_only:
         folder.collect(results)
     else:
-        if devices := workers.devices:
-            # This process times the models on the first. Torch would silently use the CPU in place of a GPU that does
-            # not exist. CUDA shows a process only one MIG instance.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-            found = torch.cuda.device_count()
-            if found < (1 if devices[0].startswith("MIG-") else len(devices)):
-                message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
-                raise UserError(message, "pkmlm doctor lists the devices")
         if results.grid.trains:
             code = run_cells(results, folder, workers, quiet)
         timed = results.grid.points() if "speed" in results.grid.measure else []
@@ -272,7 +282,7 @@ def run_cells(results: Results, folder: SweepFolder, workers: Workers, quiet: bo
                 wrap = progress.console.is_interactive  # elsewhere a long line stays one line
                 progress.console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=not wrap)
 
-        def on_end(outcome: Outcome) -> None:
+        def on_end(outcome: CellOutcome) -> None:
             chosen = outcome.cell.name in results.outcomes  # it was trained before; now it is measured
             results.add(outcome)
             if outcome.status != "stopped":
@@ -313,7 +323,7 @@ class Runner:
         self.asked: set[int] = set()  # processes that have been asked to stop
         self.ended = False
 
-    def run(self, cells: Cells, on_end: Callable[[Outcome], None], on_tick: Callable[[list[Cell]], None]) -> None:
+    def run(self, cells: Cells, on_end: Callable[[CellOutcome], None], on_tick: Callable[[list[Cell]], None]) -> None:
         """Run all cells: for every point, the first seed at each tuned value, then the other seeds at the best of them.
         A cell that competes with others is measured only after it has been chosen. A cell that points share runs once.
 
@@ -322,10 +332,10 @@ class Runner:
             on_tick: called a few times a second with the cells that are running.
         """
         compete = {point: [cell.name for cell in cells.tuning(point)] for point in cells.grid.points()}
-        ended: dict[str, Outcome] = {}
+        ended: dict[str, CellOutcome] = {}
         begun: set[tuple[str, bool]] = set()  # with whether it is measured
         pool = ThreadPoolExecutor(self.workers.jobs)
-        waiting: list[Future[Outcome]] = []
+        waiting: list[Future[CellOutcome]] = []
 
         def begin(found: Iterable[Cell], measure: bool) -> None:
             for cell in found:
@@ -347,13 +357,14 @@ class Runner:
                     name = outcome.cell.name
                     first_time = name not in ended
                     ended[name] = outcome
-                    for names in compete.values() if first_time and not self.stopping else ():
+                    for point, names in compete.items() if first_time and not self.stopping else ():
                         if name in names and ended.keys() >= set(names):
                             known = [ended[each] for each in names]
                             chosen = best(known)
                             if chosen and len(known) > 1 and not chosen.cell.trial:
                                 begin([chosen.cell], True)
-                            begin(cells.others(chosen.cell) if chosen else [], True)
+                            if chosen:
+                                begin(cells.others(point, chosen.cell.tuned, chosen.cell.trial), True)
         finally:  # if an error ends the sweep, running commands are stopped and waiting cells are dropped
             self.ended = True
             pool.shutdown(wait=False, cancel_futures=True)
@@ -367,21 +378,21 @@ class Runner:
         """Whether a signal has asked to stop, or an error ends the sweep."""
         return self.ended or self.stop.exit_code is not None
 
-    def _run_cell(self, cell: Cell, measure: bool) -> Outcome:
+    def _run_cell(self, cell: Cell, measure: bool) -> CellOutcome:
         self.running.append(cell)
         try:
             for command in self.commands(cell, measure):
                 if self.stopping:
-                    return Outcome(cell, "stopped", {})
+                    return CellOutcome(cell, "stopped", {})
                 code, said = self._call(command)
                 if code:
                     status = "stopped" if self.stopping else "diverged" if code == DIVERGED else "failed"
-                    return Outcome(cell, status, {}, said, WRONG_USAGE if code == WRONG_USAGE else 1)
-            return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run has disappeared")
+                    return CellOutcome(cell, status, {}, said, WRONG_USAGE if code == WRONG_USAGE else 1)
+            return finished(cell, self.folder) or CellOutcome(cell, "failed", {}, "its run has disappeared")
         except UserError as error:  # its folder holds another run, for example: the other cells continue
-            return Outcome(cell, "failed", {}, error.message, error.exit_code)
+            return CellOutcome(cell, "failed", {}, error.message, error.exit_code)
         except OSError as error:  # its folder cannot be examined, or the system starts no more processes
-            return Outcome(cell, "failed", {}, f"{error.filename or 'the system refused'}: {error.strerror}")
+            return CellOutcome(cell, "failed", {}, f"{error.filename or 'the system refused'}: {error.strerror}")
         finally:
             self.running.remove(cell)
 

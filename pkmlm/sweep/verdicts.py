@@ -10,8 +10,7 @@ from typing import Any
 from pkmlm.report.metrics import MEASURES
 from pkmlm.sweep.grid import Claim, Grid, Point
 
-Values = Callable[[str, Point], tuple[float, ...]]  # of a measure at a point: one a seed
-BySeed = Callable[[str, Point], Mapping[int, float]]
+BySeed = Callable[[str, Point], Mapping[int, float]]  # of a measure at a point
 Tokenizers = Callable[[Point], str | None]  # of the runs of a point
 
 

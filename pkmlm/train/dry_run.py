@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
+from pkmlm.data.batches import Batches
 from pkmlm.device import DeviceSettings, held_bytes
 from pkmlm.distributed import World, build_process_groups
 from pkmlm.runs.directory import RunDirectory
@@ -75,13 +76,15 @@ def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     spec = recipe.finetune
     chosen = "" if spec.slots == "all" else f", of each table the first {spec.top:,} slots of a step by {spec.slots}"
     trains = TRAINS[train.only]
+    read = Batches.of(job.corpus, recipe).mean_read
+    up_to, about = ("", "") if recipe.data.pack else ("up to ", "about ")
     return [
         f"recipe       {recipe.name}",
         f"device       {settings.device}, {settings.precision} ({settings.reason})",
         f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
-        f"batch        {sequences:,} sequence{'s' if sequences > 1 else ''} of {recipe.model.context:,} tokens, "
+        f"batch        {sequences:,} sequence{'s' if sequences > 1 else ''} of {up_to}{recipe.model.context:,} tokens, "
         f"in {micro_batches:,} micro-batch{'es' if micro_batches > 1 else ''} of {train.micro_batch:,}{each}",
-        f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
+        f"training     {train.steps:,} steps, {about}{round(train.steps * read):,} tokens, "
         f"{job.epochs:,.2f} epochs of {job.corpus.tokens:,}"
         + f" in {job.corpus.documents:,} sequences"
         * (not recipe.data.pack),

@@ -17,6 +17,7 @@ from pkmlm.signals import StopRequest
 from pkmlm.train.job import Job, hashes_of
 from pkmlm.train.log import RunLog
 from pkmlm.train.loss_scale import LossScale
+from pkmlm.train.out_of_memory import step_bytes
 from pkmlm.train.step import QueuedStep, TrainState, diverged, queue_step
 from pkmlm.train.validation import recalibrate
 
@@ -88,7 +89,15 @@ class Training:
         self.unlogged: Unlogged | None = None
         self.ended = 0.0  # when the last step that is logged was done
         self.calibrated = 0  # the step at which running statistics were last recalibrated
-        self.saver = Saver(run, job.recipe, state.process_groups, log.say, lambda step: log.event("save", step))
+        on_cpu = state.device.type == "cpu"
+        self.saver = Saver(
+            run,
+            job.recipe,
+            state.process_groups,
+            log.say,
+            lambda step: log.event("save", step),
+            step_bytes(job, state.precision, self.world.size) if on_cpu else 0,
+        )
         self.drift = Drift(self.recipe, state.model, self.world)
         self._restore()
         self.history = state.progress.validations
@@ -164,7 +173,7 @@ class Training:
         seconds = now - max(logged.began, self.ended)
         self.ended = now
         progress.seconds += seconds
-        tokens_per_second = self.recipe.train.batch_tokens / seconds
+        tokens_per_second = state.batches.read(step) / seconds
         first, *others = state.param_groups
         rates = {f"lr_{group.name}": group.schedule.lr_at(step) for group in others}
         norms = {("grad_norm" if name == first.name else f"grad_norm_{name}"): x for name, x in result.norms.items()}
@@ -218,15 +227,16 @@ class Training:
             self._save()
 
     def _save(self) -> None:
-        """Save a checkpoint of this step in the background, unless there is one: a step has one state. When it stands,
-        point at it, and delete those that need not be kept.
+        """Save a checkpoint of this step in the background, unless there is one, or it is being written: a step has one
+        state. When it stands, point at it, and delete those that need not be kept.
         """
         run, state, progress, history = self.run, self.state, self.state.progress, self.history
         self._log_step()  # if training has diverged, nothing more is saved
-        self.saver.wait()
+        if self.saver.step == progress.step:
+            return
         if self.world.broadcast(run.checkpoint(progress.step).exists()):
             with self.world.collective_errors():
-                if self.world.rank == 0 and history.best_step == progress.step:  # validated after it was saved
+                if self.world.rank == 0 and history.best_step == progress.step:  # validated after a resume
                     run.set_pointer("best", progress.step)
             return
         history.due = self._validation_is_due()

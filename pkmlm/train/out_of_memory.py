@@ -1,15 +1,16 @@
 """Which key to lower where training runs out of memory, or would."""
 
-import os
 from dataclasses import replace
 
 from pkmlm.cost import bytes_held, cost_of
 from pkmlm.device import DeviceSettings, Precision, free_bytes
+from pkmlm.distributed import ranks_of_machine
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.train.job import Job
 
 OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow with the micro-batch
+STAYS = ("weights", "moments")  # from step to step
 
 
 def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError:
@@ -28,7 +29,7 @@ def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError
 def too_large_warning(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     """A warning before memory runs out, which on Linux may end a process without a message."""
     training, free = rank_bytes(job, settings.precision, ranks), free_bytes(settings.device)
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if settings.device.type == "cpu" else 1
+    beside = ranks_of_machine() if settings.device.type == "cpu" else 1
     if beside * sum(training.values()) <= free:
         return []
     key, value = key_to_lower(job.recipe, job.vocab_size, training)
@@ -40,6 +41,11 @@ def rank_bytes(job: Job, precision: Precision, ranks: int) -> dict[str, int]:
     """Bytes that one rank holds in training, by part, in a precision (what "auto" has been resolved to)."""
     recipe = replace(job.recipe, train=replace(job.recipe.train, precision=precision))
     return bytes_held(recipe, cost_of(recipe, job.vocab_size), ranks, recipe.parallel.memory)
+
+
+def step_bytes(job: Job, precision: Precision, ranks: int) -> int:
+    """Bytes that a rank's step takes and gives back."""
+    return sum(size for name, size in rank_bytes(job, precision, ranks).items() if name not in STAYS)
 
 
 def needed(training: dict[str, int], ranks: int) -> str:

@@ -10,20 +10,20 @@ import torch
 
 from pkmlm import __version__
 from pkmlm.cost import cost_of
+from pkmlm.data.batches import Batches
 from pkmlm.device import DeviceSettings, name_of
 from pkmlm.environment import source_commit, source_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
-from pkmlm.train.resume_check import changes_of_numbers
 
 # keys of the provenance
 ENVIRONMENT = ("versions", "commit", "source_sha256", "device", "precision", "precision_reason", "ranks")
 
 
 def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory) -> dict[str, Any]:
-    """What run.json says about the run's parameters and the process that trains it (command line, versions, commit and
-    digest of the code, device, precision and ranks). If the run is resumed, "earlier" lists the environments of earlier
-    processes that differed, and "changes" at which step the recipe was changed, and how.
+    """What run.json says about the run's parameters, the tokens that a step reads on average, and the process that
+    trains it (command line, versions, commit and digest of the code, device, precision and ranks). If the run is
+    resumed, "earlier" lists the environments of earlier processes that differed.
     """
     before = run.facts()
     now = {
@@ -41,14 +41,11 @@ def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory
         "precision": settings.precision,
         "precision_reason": settings.reason,
         "ranks": ranks,
+        "step_tokens": Batches.of(job.corpus, job.recipe).mean_read,
         "parameters": cost_of(job.recipe, job.vocab_size).as_json()["parameters"],
     }
     if run.steps():
         now["earlier"] = list(before.get("earlier") or ())
         if "versions" in before and any(before.get(key) != now[key] for key in ENVIRONMENT):
             now["earlier"].append({"until_step": run.steps()[-1], **{key: before.get(key) for key in ENVIRONMENT}})
-        now["changes"] = list(before.get("changes") or ())
-        change = {"step": run.steps()[-1], "changed": changes_of_numbers(run.recipe(), job.recipe)}
-        if change["changed"] and change not in now["changes"]:  # again, if no checkpoint was saved since
-            now["changes"].append(change)
     return now

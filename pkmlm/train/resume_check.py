@@ -139,15 +139,6 @@ def changes_of_numbers(before: Recipe, now: Recipe) -> list[str]:
     ]
 
 
-def lost_metrics_warning(run: RunDirectory) -> list[str]:
-    """A warning where metrics.jsonl lacks steps that the latest checkpoint has taken."""
-    last = max(run.steps(), default=0)
-    logged = {line["step"] for line in run.metrics() if line["event"] == "train" and 0 < line["step"] <= last}
-    if len(logged) == last:
-        return []
-    return [f"metrics.jsonl lacks {last - len(logged):,} of {last:,} steps: curves have a gap"]
-
-
 def changed_keys(before: Recipe, now: Recipe) -> dict[str, str]:
     """The keys in which two recipes differ, each with a text that says how."""
     return {key: change(key, *pair) for key, pair in differences(before, now).items()}

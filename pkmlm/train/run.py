@@ -30,7 +30,6 @@ from pkmlm.train.resume_check import (
     change_warnings,
     check_allowed,
     is_complete,
-    lost_metrics_warning,
     refuse_changed_recipe,
     refuse_other_data,
     refuse_output,
@@ -146,7 +145,7 @@ def begin(run: RunDirectory, job: Job, recipe: Recipe, settings: DeviceSettings,
     run.cut_metrics(step or -1, validated=latest.validations.step == step)
     run.write_tokenizer(job.tokenizer.file, job.tokenizer.model_bytes)
     if step:
-        warnings += no_validation_warning(job) + lost_metrics_warning(run)
+        warnings += no_validation_warning(job)
     folders = [os.path.abspath(folder) for folder in job.corpus.folders]
     data = {"data_dir": folders[0] if isinstance(job.recipe.data.dir, str) else folders}
     data |= {"data_sha256": job.corpus.sha256, "tokenizer_sha256": job.tokenizer.sha256}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.data.batches import Batches
-from pkmlm.device import autocast, to_device, to_host
+from pkmlm.device import Precision, autocast, to_device, to_host
 from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
 from pkmlm.measure.background import Background
@@ -64,7 +64,7 @@ class TrainState:
         recipe: Recipe,
         model: Transformer,
         batches: Batches,
-        precision: str,
+        precision: Precision,
         process_groups: ProcessGroups | None = None,
         background: Background | None = None,
     ):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from statistics import fmean
 
 import numpy as np
 import pyarrow
@@ -11,10 +12,16 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from pkmlm import load_run
-from pkmlm.data.batches import IGNORED, Batches
+from pkmlm.bench.steps import step_amounts, timed_part
+from pkmlm.data.batches import IGNORED, Batches, cut_length, mean_read
 from pkmlm.data.corpus import Corpus
 from pkmlm.measure.background import Background
 from pkmlm.recipe.load import load_recipe
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.sweep.budget import relative_steps
+from pkmlm.sweep.cells import Cells
+from pkmlm.sweep.grid import read_grid
+from pkmlm.sweep.run import with_vocab_sizes
 from tests.conftest import given, pkmlm
 
 TOWNS = ("Paris", "London", "Rome", "Oslo", "Bern", "Wien", "Kiev", "Riga", "Lima", "Cairo", "Delhi", "Tokyo")
@@ -72,9 +79,9 @@ def test_a_row_in_each_sequence(facts, tmp_path):
     recipe = load_recipe(path, ["train.batch_tokens=256", "train.micro_batch=4"])
     batches = Batches.of(corpus, recipe)
     assert batches.pieces == len(ROWS)
-    found = []
+    found, read = [], []
     for step in range(1, 1 + len(ROWS) // 4):
-        batch = batches.micro_batch(step, 0, 4)
+        batch, held = batches.micro_batch(step, 0, 4), 0
         assert int((batch.targets_BT != IGNORED).sum()) == batches.scored(step)
         for tokens, targets in zip(batch.tokens_BT.tolist(), batch.targets_BT.tolist(), strict=True):
             scored = [at for at, target in enumerate(targets) if target != IGNORED]
@@ -82,14 +89,35 @@ def test_a_row_in_each_sequence(facts, tmp_path):
             assert tokens[0] == corpus.begin
             found.append((tokens[1 : scored[0] + 1], answer))
             assert set(tokens[scored[-1] + 1 :]) <= {corpus.begin}
+            held += scored[-1] + 1
+        assert batches.read(step) == held
+        read.append(held)
         longest = max(at + 1 for row in batch.targets_BT.tolist() for at, target in enumerate(row) if target != IGNORED)
         assert longest <= batch.tokens_BT.shape[1] < longest + 8
         ranks = [batches.micro_batch(step, 0, 2, rank, 2) for rank in range(2)]  # equally long sequences on each
         assert torch.equal(torch.cat([each.tokens_BT for each in ranks]), batch.tokens_BT)
     assert sorted(found) == sorted(parts)
+    assert batches.mean_read == mean_read(recipe) == pytest.approx(fmean(read))
+    mean = cut_length(fmean(read) / 4, 64)
+    timed = timed_part(recipe, 600, mean_read(recipe))
+    assert (timed.model.context, timed.train.batch_tokens) == (mean, 4 * mean), "of sequences that are not as long"
+    assert mean < 64
     short = Batches.of(corpus, load_recipe(path, ["model.context=8", "train.batch_tokens=128", "train.micro_batch=16"]))
     for targets in short.micro_batch(1, 0, 16).targets_BT.tolist():  # the ends of rows that are too long
         assert targets[-1] == corpus.eos
+    assert short.read(1) <= 16 * 8
+
+
+@pytest.mark.parametrize("over", ["tokens", "operations"])
+def test_equal_budgets_are_of_what_is_read(facts, write_recipe, tmp_path, over):
+    """Both contexts hold all rows, so that a step reads as much, whatever a full batch would be."""
+    write_recipe(tmp_path, "dense")
+    axes = "{size: {long: {}, longer: {model.context: 128, train.batch_tokens: 1024}, half: {train.batch_tokens: 256}}}"
+    keys = f"{{data.dir: {facts}, data.pack: false, model.context: 64, train.batch_tokens: 512, train.micro_batch: 4}}"
+    (tmp_path / "grid.yaml").write_text(f"base: dense.yaml\nset: {keys}\naxes: {axes}\nequal: [{over}]\n")
+    cells = Cells(grid := read_grid(tmp_path / "grid.yaml")[0], tmp_path / "dense.yaml")
+    relative = relative_steps(with_vocab_sizes(cells, None), grid, None, lambda line: None, retime=False)
+    assert {point[0]: steps for (point, _), steps in relative.items()} == {"long": 1.0, "longer": 1.0, "half": 2.0}
 
 
 def test_answers_are_learnt_scored_and_counted(facts, write_recipe, tmp_path):
@@ -97,6 +125,14 @@ def test_answers_are_learnt_scored_and_counted(facts, write_recipe, tmp_path):
     keys = [f"data.dir={facts}", "data.pack=false", "train.steps=120", "eval.every=60", "train.batch_tokens=512"]
     keys += ["optim.lr=1e-2", "eval.tokens=null", "model.context=64", "train.micro_batch=8"]
     pkmlm("train", write_recipe(tmp_path, "dense"), "-o", run, *given(*keys), "-q")
+    trained = RunDirectory(run)
+    batches = Batches.of(Corpus(facts, "train"), trained.recipe())
+    lines = [line for line in trained.metrics() if line["event"] == "train"]
+    seconds = sum(batches.read(line["step"]) / line["tokens_per_second"] for line in lines)
+    assert seconds == pytest.approx(trained.facts()["seconds"], rel=0.01)
+    assert step_amounts("tokens", {"run": trained}, print) == {"run": batches.mean_read}
+    dry = pkmlm("train", tmp_path / "dense.yaml", "--dry-run", *given(*keys)).stdout
+    assert f" {round(120 * batches.mean_read):,} tokens" in dry
     record = json.loads(pkmlm("eval", run, "--split", "valid", "--answers", "--json").stdout)
     loaded, nll, count = load_run(run, "latest"), 0.0, 0
     for prompt, answer in parts_of(facts):

@@ -596,7 +596,7 @@ def test_seeds_of_a_recipe_are_timed_once_and_busy_machines_named(trained, tmp_p
     times = json.loads((runs[0] / "steps.json").read_text())
     assert times["timed_on"] == {"device": "another"}, "those of another machine say nothing of this one"
     write_checkpoint(runs[1], replace(recipe, optim=replace(recipe.optim, lr=0.1, decay_steps=5)), Progress(30))
-    first, second = (timed_part(RunDirectory(run).recipe(), 9) for run in runs[:2])
+    first, second = (timed_part(RunDirectory(run).recipe(), 9, recipe.train.batch_tokens) for run in runs[:2])
     assert first == second, "by its rates no step takes longer"
 
 

@@ -25,7 +25,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest
 from pkmlm.runs.results import tasks_file, write_evaluation
 from pkmlm.signals import StopRequest, handled
-from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end, finished
+from pkmlm.sweep.cells import Cell, CellOutcome, Cells, facts_at_end, finished
 from pkmlm.sweep.grid import read_grid
 from pkmlm.sweep.run import TIMED_TOKENS, Runner, Workers
 from tests.conftest import given, pkmlm
@@ -383,7 +383,7 @@ def test_other_seeds_run_at_the_best_value(grid, tmp_path, monkeypatch):
     settings = ["train.steps=2", "optim.warmup_steps=0"]
     cells = Cells(read_grid(grid)[0], grid.parent / "product-key.yaml", settings)
     first = list(cells.first.values())
-    for cell in (*first, *cells.others(first[0])):
+    for cell in (*first, *cells.others(first[0].point, first[0].tuned, first[0].trial)):
         words = given(*cell.overrides)
         pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / cell.name, "-q", *words)
     monkeypatch.setattr("pkmlm.sweep.run.interleaved", lambda actions, *_: {each: Timing([0.5]) for each in actions})
@@ -541,6 +541,26 @@ def test_a_cell_on_each_device(grid, tmp_path, monkeypatch):
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
 
 
+@pytest.mark.parametrize("dry", [False, True])
+def test_steps_are_timed_on_the_devices_that_are_asked_for(grid, tmp_path, monkeypatch, dry):
+    """CUDA looks once at which it may see: when steps are timed for equal budgets, before any cell runs."""
+    seen = []
+
+    def timed(recipes, *_):
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        return {"timed_on": {}, "busy_cores": 0.0, "steps": {key: [1.0] for key in recipes}}
+
+    for module in ("budget", "run"):
+        monkeypatch.setattr(f"pkmlm.sweep.{module}.time_steps", timed)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(Runner, "run", lambda *_: None)
+    grid.write_text(GRID + "equal: [seconds]\n")
+    end = ["--dry-run"] if dry else ["-o", tmp_path / "swept"]
+    pkmlm("sweep", grid, "-q", "-s", "train.steps=2", "--device", "3,1", *end)
+    assert seen == ["3,1"] * (1 + dry)
+
+
 @pytest.mark.parametrize(("names", "found"), [("abc", "abc"), ("0,,1", "nothing"), ("0,0", "0 twice"), ("-1", "-1")])
 def test_devices_are_gpus_each_once(grid, tmp_path, names, found):
     gpus = "0,11,GPU-5f3a2b1c-0001-4d5e-8f9a-0b1c2d3e4f5a,MIG-GPU-5f3a2b1c/1/0,MIG-41b3e2"
@@ -577,7 +597,7 @@ def test_each_command_has_a_device_of_its_own(grid, tmp_path):
             given[child.pid] = dict(entry.split(b"=", 1) for entry in entries if entry)[b"CUDA_VISIBLE_DEVICES"]
             child.kill()
 
-    ended: list[Outcome] = []
+    ended: list[CellOutcome] = []
     runner.run(Cells(read_grid(grid)[0], base, ["train.steps=5000"]), ended.append, tick)
     assert [(outcome.status, outcome.exit_code) for outcome in ended] == [("failed", 1)] * 3
     assert {outcome.message for outcome in ended} == {
@@ -660,7 +680,7 @@ measure: [valid_loss]
     base, runs = grid.parent / "product-key.yaml", tmp_path / "cells"
     pkmlm("train", base, "-o", runs / "2_seed-1", "-q", "-s", "train.steps=2")
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: CellOutcome) -> None:
         while not runner.children:
             time.sleep(0.05)
         raise RuntimeError(f"told of {outcome.cell.name}")

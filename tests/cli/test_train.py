@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from pkmlm.evaluate.load import load_run
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runs import saving
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import read_metrics
 from pkmlm.runs.saving import Saver
@@ -28,6 +30,7 @@ from pkmlm.train.dry_run import dry_run
 from pkmlm.train.job import Job, open_job
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Outcome, Training
+from pkmlm.train.out_of_memory import rank_bytes
 from pkmlm.train.step import TrainState
 from tests import PATIENCE
 from tests.conftest import after_step, given, pkmlm
@@ -207,14 +210,49 @@ def test_a_rate_that_is_changed_on_purpose_is_recorded(tmp_path, write_recipe):
     pkmlm(*changed, *allow, "--dry-run")
     said = pkmlm(*changed, *allow).stderr
     changes = [f"{key} was {change}" for key, change in rates.items()]
-    (record,) = RunDirectory(run).facts()["changes"]
-    assert (record["step"], sorted(record["changed"])) == (10, sorted(changes))
     assert all(change in said for change in changes), "it is warned of, as other changes of numbers are"
     lr = {line["step"]: line["lr"] for line in RunDirectory(run).metrics() if line["event"] == "train"}
     assert (lr[10], lr[11], lr[12]) == (0.003, 0.001, 0.001)
     assert RunDirectory(run).recipe().optim.lr == 0.001
-    pkmlm(*changed[:-1], "train.steps=13")
-    assert RunDirectory(run).facts()["changes"] == [record], "it is the run's own from then on"
+    said = pkmlm(*changed[:-1], "train.steps=13").stderr
+    warned = [line["text"] for line in RunDirectory(run).metrics() if (line["event"], line["step"]) == ("warn", 10)]
+    assert all(any(change in text for text in warned) for change in changes)
+    assert not any(change in said for change in changes), "it is the run's own from then on"
+
+
+def test_training_does_not_wait_for_the_disk_where_a_best_checkpoint_is_due(tmp_path, write_recipe, monkeypatch):
+    """Validation has begun to save it; its write ends only when training has taken the next step."""
+    went_on, write, in_time = threading.Event(), Saver._write, []
+
+    def slow(saver, step, *given):
+        in_time.append(went_on.wait(PATIENCE))
+        write(saver, step, *given)
+
+    monkeypatch.setattr(Saver, "_write", slow)
+    after_step(monkeypatch, 3, lambda state: went_on.set())
+    every = given("train.steps=4", "eval.every=2", "checkpoint.every=2")
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", *every)
+    assert in_time == [True, True]
+    assert RunDirectory(tmp_path / "run").steps() == [2, 4]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_step_has_its_memory_beside_the_copy_of_a_checkpoint(tmp_path, write_recipe, tokens, monkeypatch, missing):
+    recipe = write_recipe(tmp_path, "dense")
+    keys = ["train.steps=2", "eval.every=0", "optim.warmup_steps=0"]
+    parts = rank_bytes(Job(load_recipe(recipe, keys), Corpus(tokens, "train"), open_tokenizer([tokens])), "fp32", 1)
+    asked, holds = [], Saver._holds_copy
+
+    def just_enough(saver, tensors):
+        copy = sum(tensor.nbytes for own in tensors.values() for tensor in own.values())
+        needs = copy + saving.SPARE + sum(parts[name] for name in ("gradients", "activations", "logits", "search"))
+        monkeypatch.setattr(saving, "free_bytes", lambda device: needs - missing)
+        asked.append(holds(saver, tensors))
+        return asked[-1]
+
+    monkeypatch.setattr(Saver, "_holds_copy", just_enough)
+    pkmlm("train", recipe, "-o", tmp_path / "run", "-q", *given(*keys))
+    assert set(asked) == {not missing}
 
 
 def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe):

@@ -1,12 +1,15 @@
 """Benchmarks time what they say: the plain layer is the memory, the models are a recipe's."""
 
+import gc
 import itertools
 from dataclasses import replace
+from weakref import ref
 
 import pytest
 import torch
 
 from pkmlm.bench import LAYERS, memory, rounds
+from pkmlm.bench import steps as bench_steps
 from pkmlm.bench.memory import Shape, contender, contenders, inputs, product_key_layer, reads_of, time_memory
 from pkmlm.bench.models import (
     ModelTimes,
@@ -54,6 +57,21 @@ def test_a_training_that_chooses_slots_by_a_background_is_timed_without_it():
     state = random_training(replace(RECIPE, model=model, finetune=spec), "fp32")
     assert train_step(state, 1).loss > 0
     assert state.slot_choice.top == 3
+
+
+def test_models_that_were_timed_are_gone_before_a_gpus_memory_is_given_back(monkeypatch):
+    made, left = [], []
+
+    def remembered(*given):
+        state = random_training(*given)
+        made.append(ref(state.model))
+        return state
+
+    monkeypatch.setattr(bench_steps, "random_training", remembered)
+    monkeypatch.setattr(bench_steps, "give_back", lambda device: (gc.collect(), left.extend(each() for each in made)))
+    recipe = with_memories(pkm=PKM)
+    bench_steps.time_steps({"one": recipe, "two": recipe}, quiet, 1)
+    assert left == [None, None]
 
 
 @pytest.mark.parametrize(

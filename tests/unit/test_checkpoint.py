@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import stat
+import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
-from pkmlm.files import Damaged, entry_of, writing_folder
+from pkmlm.files import Damaged, entry_of, temporary_name, writing_folder
 from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
@@ -27,6 +29,7 @@ from pkmlm.runs.record import Progress, read_progress
 from pkmlm.runs.saving import Saver
 from pkmlm.train.job import Job
 from pkmlm.train.optim import optimizer_state, parameter_groups
+from tests import PATIENCE
 from tests.conftest import write_state
 
 
@@ -173,6 +176,25 @@ def test_a_save_holds_the_tensors_of_its_moment_while_training_goes_on(run):
     assert checkpoint.load_drift(run.checkpoint(32)) == {}
 
 
+def test_the_wait_for_the_checkpoint_before_counts_as_waited(run, monkeypatch):
+    now, waits, write, wait, told = [0.0], threading.Event(), Saver._write, Saver.wait, []
+
+    def slow(saver, step, *given):
+        if step == 31:
+            assert waits.wait(PATIENCE)
+            now[0] += 7.0
+        write(saver, step, *given)
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Saver, "_write", slow)
+    tensors = state_of(run)
+    with Saver(run, run.recipe(), ProcessGroups(), print) as saver:
+        saver.save(Progress(step=31), *tensors, {}, told.append)
+        monkeypatch.setattr(Saver, "wait", lambda saver: waits.set() or wait(saver))
+        saver.save(Progress(step=32), *tensors, {}, told.append)
+    assert told == [0.0, 7.0]
+
+
 def test_a_save_without_room_for_a_copy_stands_before_training_goes_on(run, monkeypatch):
     monkeypatch.setattr(saving, "free_bytes", lambda device: 0)
     tensors, lines, told = state_of(run), [], []
@@ -182,6 +204,21 @@ def test_a_save_without_room_for_a_copy_stands_before_training_goes_on(run, monk
         assert saver.thread is None
     assert len(told) == len(lines) == 1
     verify(run.checkpoint(31))
+
+
+@pytest.mark.parametrize(("missing", "beside"), [(0, 1), (1, 1), (0, 2), (1, 2)])
+def test_a_copy_leaves_the_memory_that_a_step_needs(run, monkeypatch, missing, beside):
+    """Of all ranks of the machine: here, of this one and another that holds 500 bytes."""
+    tensors, lines = state_of(run), []
+    held = sum(tensor.nbytes for part in tensors[:2] for tensor in part.values())
+    free = held + 1000 + saving.SPARE + (500 if beside == 2 else 0) - missing
+    monkeypatch.setattr(saving, "free_bytes", lambda device: free)
+    monkeypatch.setattr(saving, "ranks_of_machine", lambda: beside)
+    others = [500, 10**12]  # the last is another machine's
+    monkeypatch.setattr(World, "gather_objects", lambda _, mine: [mine, *(others if isinstance(mine, int) else [])])
+    with Saver(run, run.recipe(), ProcessGroups(), lines.append, step_bytes=1000) as saver:
+        saver.save(Progress(step=31), *tensors, {}, lambda seconds: None)
+    assert len(lines) == missing
 
 
 def test_nothing_is_saved_from_weights_that_are_not_finite(run):
@@ -244,6 +281,16 @@ def test_a_half_written_checkpoint_is_never_seen(run):
     assert run.steps() == [20, 30]
     run.clean()
     assert not list(run.checkpoints.glob(".tmp*"))
+
+
+def test_what_a_usage_report_is_writing_stays_when_training_cleans_up(run):
+    usage = run.path / "usage"
+    usage.mkdir(exist_ok=True)
+    for name in ("test-step-30.json", "test-step-30.npz", "drift-step-00000030.npz"):
+        temporary_name(usage / name).touch()
+    run.clean()
+    left = [path.name for path in usage.glob(".tmp*")]
+    assert sorted(name[len(".tmp-0a1b2c3d-") :] for name in left) == ["test-step-30.json", "test-step-30.npz"]
 
 
 TABLE = torch.arange(7 * 12.0).view(7, 12)

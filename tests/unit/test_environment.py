@@ -1,6 +1,7 @@
 """The commit that results name, and memory that is kept."""
 
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,34 +12,34 @@ from pkmlm.environment import child_command, source_commit, source_sha256
 from tests import PATIENCE
 from tests.conftest import pkmlm
 
-COMMIT = "9eb039a7d1a1f9b2a7c3b1c6f0d5e4a3b2c1d0e9"
-
 
 def write(git: Path, name: str, text: str) -> None:
     (git / name).parent.mkdir(parents=True, exist_ok=True)
     (git / name).write_text(text)
 
 
-def test_a_commit_is_found_wherever_git_keeps_it(tmp_path: Path) -> None:
-    (tmp_path / ".git").write_text("gitdir: elsewhere\n")  # a worktree's
-    assert source_commit(tmp_path / ".git") is None
-    write(tmp_path, "HEAD", f"{COMMIT}\n")  # detached
-    assert source_commit(tmp_path) == COMMIT
-    write(tmp_path, "HEAD", "ref: refs/heads/main\n")
-    assert source_commit(tmp_path) is None  # no commit so far
-    other = f"# pack-refs with: peeled\n{'0' * 40} refs/heads/x/refs/heads/main2\n"
-    write(tmp_path, "packed-refs", f"{other}{COMMIT} refs/heads/main\n")
-    assert source_commit(tmp_path) == COMMIT
-    write(tmp_path, "refs/heads/main", f"{COMMIT[::-1]}\n")  # newer than what was packed
-    assert source_commit(tmp_path) == COMMIT[::-1]
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_commit_is_found_at_the_top_of_a_checkout_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, tree = tmp_path / "main", tmp_path / "tree"
 
+    def git(*words: object) -> str:
+        who = ("-c", "user.name=x", "-c", "user.email=x@y")
+        command = ["git", "-C", main, *who, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout.strip()
 
-def test_a_branch_may_have_a_name_of_any_bytes(tmp_path: Path) -> None:
-    branch = b"refs/heads/gr\xf6\xdfe"  # as another locale writes it
-    (tmp_path / "HEAD").write_bytes(b"ref: " + branch + b"\n")
-    assert source_commit(tmp_path) is None
-    (tmp_path / "packed-refs").write_bytes(COMMIT.encode() + b" " + branch + b"\n")
-    assert source_commit(tmp_path) == COMMIT
+    (main / "inside").mkdir(parents=True)
+    assert source_commit(main) is None
+    git("init", "-q")
+    assert source_commit(main) is None, "no commit so far"
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    first = git("rev-parse", "HEAD")
+    assert source_commit(main) == first
+    assert source_commit(main / "inside") is None, "installed within another project"
+    git("worktree", "add", "-q", tree)
+    git("commit", "-q", "--allow-empty", "-m", "second")
+    assert (source_commit(tree), source_commit(main)) == (first, git("rev-parse", "HEAD"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert source_commit(main) is None, "without git"
 
 
 def test_the_digest_of_the_code_changes_with_its_files_alone(tmp_path: Path) -> None:

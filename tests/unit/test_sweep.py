@@ -23,12 +23,13 @@ from pkmlm.report.metrics import MEASURES, TASKS
 from pkmlm.report.plots import Look
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, read_progress
+from pkmlm.signals import StopRequest
 from pkmlm.sweep.budget import relative_steps
-from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken, suite_accuracy
+from pkmlm.sweep.cells import Cell, CellOutcome, Cells, steps_taken, suite_accuracy
 from pkmlm.sweep.grid import Claim, Grid, Point, read_grid
 from pkmlm.sweep.plots import picture
 from pkmlm.sweep.results import Results, SweepFolder
-from pkmlm.sweep.run import facts_of_cost, tasks_of, with_vocab_sizes
+from pkmlm.sweep.run import Runner, Workers, facts_of_cost, tasks_of, with_vocab_sizes
 from pkmlm.sweep.verdicts import BySeed, Verdict, pairs_of, rank_correlations, verdict
 from tests import PATIENCE
 from tests.conftest import ROOT, write_checkpoint
@@ -86,6 +87,10 @@ def grid_of(folder: Path, text: str = GRID, scale: str | None = "large") -> Grid
     return read_grid(folder / "grid.yaml", scale)[0]
 
 
+def others_of(cells: Cells, chosen: Cell) -> list[Cell]:
+    return cells.others(chosen.point, chosen.tuned, chosen.trial)
+
+
 def test_a_cells_steps_are_those_of_its_last_line_however_long(folder):
     cell = Cells(grid_of(folder), folder / "base.yaml").first[P[0], "1e-3"]
     assert steps_taken(cell, folder) == 0, "no log yet"
@@ -122,17 +127,17 @@ def test_every_cell_is_its_recipe(folder):
     memory = cell.recipe.model.memories["pkm"]
     assert (memory.num_keys, memory.heads, memory.query_norm, memory.layers) == (16, 2, "batch", ("1", "2"))
     assert (cell.recipe.model.dim, cell.recipe.optim.lr, cell.recipe.train.steps) == (16, 2e-3, 7)
-    others = cells.others(cell)
+    others = others_of(cells, cell)
     assert [(other.seed, other.tuned, other.recipe.train.seed) for other in others] == [(2, "2e-3", 2)]
     for each in (cell, *others):
         assert load_recipe(folder / "base.yaml", each.overrides) == each.recipe
     trials = Cells(grid_of(folder, GRID.replace("tune: {", "tune: {set: {train.steps: 3}, ")), folder / "base.yaml")
     trial = trials.first[("64", "no"), "2e-3"]
     assert (trial.recipe.train.steps, trial.name) == (3, "64_no_2e-3_seed-1_trial")
-    assert [(other.seed, other.trial) for other in trials.others(trial)] == [(1, False), (2, False)]
+    assert [(other.seed, other.trial) for other in others_of(trials, trial)] == [(1, False), (2, False)]
     assert len(trials) == 5 * (3 + 2)
     (folder / "base.yaml").unlink()
-    assert cells.others(cell) == others, "the base as it was at first"
+    assert others_of(cells, cell) == others, "the base as it was at first"
     assert cell.name == "256_yes_2e-3_seed-1"
 
 
@@ -316,6 +321,38 @@ def test_what_takes_as_many_steps_at_both_is_one_run(folder):
     assert len(cells) == 5 * (2 + 2)
 
 
+def test_points_that_share_a_trial_have_runs_of_their_own(folder):
+    """Of 50 steps, as many at both amounts; of 1,000, not."""
+    (folder / "base.yaml").write_text(BASE.replace("train: {", "train: {steps: 1000, "))
+    tune = "tune: {values: [1e-3, 2e-3], set: {train.steps: 50}}\n"
+    grid = grid_of(folder, f"{EQUAL}equal: [tokens, seconds]\nseeds: [1, 2]\n{tune}", None)
+    more = {(point, value): 1.005 for point in grid.points() if point[1] == "seconds" for value in grid.tune.values}
+    cells = Cells(grid, folder / "base.yaml", relative=more)
+    results = Results(grid, cells, {place: {} for place in cells.whole})
+    assert len({cell.name for cell in cells.first.values()}) == 3 * 2
+    assert len(cells) == 3 * 2 + 6 * 2
+    for cell in cells.first.values():
+        results.add(measured_by_hand(cell, {"valid_loss": float(cell.tuned)}))
+    for point in grid.points():
+        for cell in cells.others(point, "1e-3", True):
+            results.add(measured_by_hand(cell, {"valid_loss": 1.0}))
+    for point in grid.points():
+        steps = 1005 if point[1] == "seconds" else 1000
+        assert [one.cell.recipe.train.steps for one in results.chosen(point)] == [steps] * 2
+        assert [one.cell.recipe.train.steps for one in results.tried(point)] == [50] * 2 + [steps] * 2
+    assert len(results.in_order()) == results.ended == len(cells)
+    ran = []
+
+    class Recorder(Runner):
+        def _run_cell(self, cell, measure):
+            ran.append((cell.name, measure))
+            return measured_by_hand(cell, {"valid_loss": float(cell.tuned)})
+
+    Recorder(folder, grid.measure, Workers(2), StopRequest(), "").run(cells, results.add, lambda running: None)
+    assert sorted(name for name, _ in ran) == sorted(results.outcomes)
+    assert {name for name, measure in ran if measure} == {name for name in results.outcomes if "trial" not in name}
+
+
 def test_a_quoted_value_reaches_the_recipe_as_it_is(folder):
     text = GRID.replace("set: {", r"""set: {data.dir: "a\\b\"c\nd", """)
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
@@ -423,9 +460,9 @@ def test_rank_correlation_with_the_paper(folder):
     assert not ranked(grid, numbers(opposite | {("perplexity", P[0]): {2: 1.0}})), "no seed is common to all"
 
 
-def measured_by_hand(cell: Cell, facts: Mapping[str, object]) -> Outcome:
+def measured_by_hand(cell: Cell, facts: Mapping[str, object]) -> CellOutcome:
     """The outcome of a cell whose run is of a dense model of no known size."""
-    return Outcome(cell, "measured", {"kind": "dense", "total": None, **facts})
+    return CellOutcome(cell, "measured", {"kind": "dense", "total": None, **facts})
 
 
 def test_other_seeds_count_at_the_best_tuned_value_only(folder):
@@ -434,7 +471,7 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     tuning = cells.tuning(P[2])
     for cell, loss, ppl in zip(tuning, (5.0, 4.0, 4.5), (150.0, 50.0, 80.0), strict=True):
         results.add(measured_by_hand(cell, {"valid_loss": loss, "test_token_ppl": ppl, "seconds": 0.4}))
-    (other,) = cells.others(tuning[1])
+    (other,) = others_of(cells, tuning[1])
     results.add(measured_by_hand(other, {"valid_loss": 4.1, "seconds": 0.8}))
     half, costs, _, _ = ([row for row in table.rows if tuple(row[:2]) == P[2]] for table in results.tables())
     assert half[0][3:5] == ["1/2", "50.00"], "the other is trained, not evaluated"
@@ -464,7 +501,7 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     for cell in (first, second):
         results.add(measured_by_hand(cell, {"valid_loss": 5.0, "test_token_ppl": 9.0}))
         assert results.values("perplexity", P[0]) == ()
-    results.add(Outcome(third, "stopped", {}))
+    results.add(CellOutcome(third, "stopped", {}))
     assert results.values("perplexity", P[0]) == ()
     assert results.tables()[0].title == "Size and norm: 2 of 20 runs"
     results.add(measured_by_hand(third, {"valid_loss": 6.0}))
@@ -472,10 +509,10 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     assert results.tables()[0].rows[0][2:5] == ["1e-3", "1/2", "9.00"]
     assert results.tables()[2].rows[0][2:] == [5.0, 5.0, 6.0, "yes"]
     assert results.tables()[2].columns[-1].name == "best at the edge"
-    results.add(Outcome(first, "failed", {}, "the disk is full"))  # trained, but not measured: no other takes its place
+    results.add(CellOutcome(first, "failed", {}, "full disk"))  # trained, but not measured: no other takes its place
     assert results.tables()[0].rows[0][2:5] == [None, None, "failed"]
     for cell, status in zip(cells.tuning(P[1]), ("diverged", "failed", "diverged"), strict=True):
-        results.add(Outcome(cell, status, {}))
+        results.add(CellOutcome(cell, status, {}))
     assert results.tables()[0].rows[1][2:5] == [None, None, "diverged and failed"]
     for cell, facts in ((first, {"valid_loss": 5.0}), (third, {})):
         results.add(measured_by_hand(cell, facts))
@@ -491,7 +528,7 @@ def test_a_measure_that_a_point_does_not_have_is_no_failure(folder):
     *measured, diverged = cells.tuning(P[0])
     for cell, loss in zip(measured, (5.0, 4.0), strict=True):
         results.add(measured_by_hand(cell, {"valid_loss": loss, "test_token_ppl": 20.0}))
-    results.add(Outcome(diverged, "diverged", {}))
+    results.add(CellOutcome(diverged, "diverged", {}))
     assert results.tables()[0].rows[0][2:6] == ["2e-3", "1/2", None, "20.00"]
 
 
@@ -512,8 +549,8 @@ def test_where_nothing_is_chosen_other_seeds_count_though_the_first_diverged(fol
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
     results = Results(cells.grid, cells, {place: {} for place in cells.whole})
     (first,) = cells.tuning(P[0])
-    results.add(Outcome(first, "diverged", {}))
-    (other,) = cells.others(first)
+    results.add(CellOutcome(first, "diverged", {}))
+    (other,) = others_of(cells, first)
     results.add(measured_by_hand(other, {"test_token_ppl": 20.0}))
     assert results.values("perplexity", P[0]) == (20.0,)
     assert [outcome.cell.seed for outcome in results.in_order()] == [1, 2]
@@ -523,7 +560,7 @@ def test_seeds_that_agree_can_be_drawn(folder):
     cells = Cells(grid_of(folder, GRID.replace("seeds: [1, 2]", "seeds: [1, 2, 3]")), folder / "base.yaml")
     results = Results(cells.grid, cells, {place: {} for place in cells.whole})
     for cell in cells.first.values():
-        for each in (cell, *cells.others(cell)):
+        for each in (cell, *others_of(cells, cell)):
             results.add(measured_by_hand(each, {"valid_loss": 1.0, "test_token_ppl": 1.2e-2}))
     assert fmean([1.2e-2] * 3) != 1.2e-2, "else this shows nothing"
     assert picture(results, cells.grid.figures[0], LOOK) is not None
@@ -584,7 +621,7 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
     for cell in cells.first.values():
         usage = [USED] if cell.recipe.model.memories else []
         results.add(measured_by_hand(cell, {"test_token_ppl": 20.0, "usage": usage}))
-        for other in cells.others(cell):
+        for other in others_of(cells, cell):
             results.add(measured_by_hand(other, {"test_token_ppl": 21.0, "usage": usage}))
     canvas = picture(results, cells.grid.figures[0], LOOK)
     (panel,) = canvas.axes
@@ -618,7 +655,7 @@ paper: {perplexity: [9.0, 8.0, 7.0, 6.0], bits_per_byte: [4.0, 3.0, 2.0, 1.0]}
             facts = {"tokenizer": tokenizers[number], "total": 1000 * (number + 1), "run": model}
             facts |= {"kind": "product-key" if model == "pkm" else "dense", "test_token_ppl": 60.0 - 10 * number}
             cell = cells.first[(model, "tokens"), None]
-            results.add(Outcome(cell, "measured", facts | {"test_bits_per_byte": 5.0 - number}))
+            results.add(CellOutcome(cell, "measured", facts | {"test_bits_per_byte": 5.0 - number}))
         return results
 
     same, other = told("aaaa"), told("aaab")
@@ -679,7 +716,7 @@ def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
     with pytest.raises(UserError, match=r"expected train.steps=8 'data.dir=a b'"):
         swept.recall(results("train.steps=8", "data.dir=a b"))
     write_json(run / "run.json", {"status": "diverged"})
-    ours.add(Outcome(cell, "diverged", {}))
+    ours.add(CellOutcome(cell, "diverged", {}))
     swept.write(ours)
     swept.recall(results("data.dir=a b", "train.steps=7"))  # in another order
     swept.recall(results("data.dir=a b", text=GRID.replace("set: {", "set: {train.steps: 7, ")))
@@ -759,4 +796,5 @@ def test_the_records_that_come_along_are_those_of_runs(archive, tmp_path):
         used = [{each["memory"] for each in report["memories"]} for report in run.usage_reports()]
         assert used == [recipe.model.memories.keys()] * len([*run.path.glob("usage/*.json")])
         if (times := run.path / "steps.json").exists():
-            assert recipe_sha256(timed_part(recipe, vocab_size_in(run))) in json.loads(times.read_text())["steps"]
+            part = timed_part(recipe, vocab_size_in(run), run.step_tokens())
+            assert recipe_sha256(part) in json.loads(times.read_text())["steps"]
