@@ -31,7 +31,7 @@ def keys(asked: Asked) -> dict[str, Any]:
         "ffn": asked.one_of("hidden_act", "gelu", ACTIVATIONS),
         "ffn_dim": asked.size("intermediate_size"),
         "positions": "rotary",
-        **rotary(asked, 10_000.0, 0.25),
+        **rotary(asked, "rotary_emb_base", "rotary_pct", 0.25),
         "qk_norm": False,
         "bias": "all",
         "residual": "parallel" if asked.flag("use_parallel_residual", True) else "sequential",

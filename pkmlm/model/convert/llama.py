@@ -30,7 +30,7 @@ def shared_keys(asked: Asked) -> dict[str, Any]:
         "ffn": "swiglu",
         "ffn_dim": asked.size("intermediate_size"),
         "positions": "rotary",
-        **rotary(asked, 10_000.0),
+        **rotary(asked),
         "tie_embeddings": asked.flag("tie_word_embeddings", False),
     }
 
