@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ from pkmlm import load_run
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
 from pkmlm.evaluate.generate import Sampling, generate
-from pkmlm.model.convert import ARCHITECTURES
+from pkmlm.model.convert import ARCHITECTURES, architecture_of
 from pkmlm.model.convert.asked import EVERYWHERE, Asked
+from pkmlm.recipe.schema import Model
 from tests.byte_level import END, learn_byte_level
 from tests.conftest import given, pkmlm
 
@@ -120,6 +121,34 @@ def test_an_imported_model_is_exported_as_what_it_was(kind, saved, tmp_path):
     own = load_run(tmp_path / "back")
     assert torch.equal(own.model(tokens), load_run(tmp_path / "run").model(tokens))
     assert (own.name, own.step) == ("back", 0)
+
+
+SECTIONS = {  # of recipes
+    "llama": Model(bias="none", qk_norm=False),
+    "qwen2": Model(bias="qkv", qk_norm=False),
+    "qwen3": Model(bias="none", qk_norm=True),
+    "gpt_neox": Model(norm="layer", ffn="gelu", bias="all", qk_norm=False),
+    "gpt2": Model(norm="layer", ffn="gelu-tanh", bias="all", qk_norm=False, positions="learned"),
+}
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_an_export_drops_out_as_the_run_did(kind):
+    section = replace(SECTIONS[kind], vocab_size=64, dim=32, layers=2, heads=4, dropout=0.25)
+    assert architecture_of(section) is ARCHITECTURES[kind]
+    keys = ARCHITECTURES[kind].config(section)
+    config = transformers.AutoConfig.for_model(kind, **keys)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    asked = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert asked | {getattr(module, "attention_dropout", 0.25) for module in model.modules()} == {0.25}
+
+
+def test_heads_that_do_not_divide_the_width_are_no_llama(tmp_path):
+    section = replace(SECTIONS["llama"], vocab_size=64, dim=32, layers=2, heads=3, head_dim=8)
+    assert architecture_of(section) is None
+    keys = ARCHITECTURES["qwen3"].config(replace(section, qk_norm=True))
+    transformers.AutoConfig.for_model("qwen3", **keys).save_pretrained(tmp_path)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).head_dim == 8
 
 
 def test_a_dense_run_becomes_a_model_of_transformers(tokens, write_recipe, novels, tmp_path):

@@ -53,6 +53,7 @@ def config(model: "Model") -> dict[str, Any] | None:
         "layer_norm_epsilon": model.epsilon("layer"),
         "activation_function": THEIRS[model.ffn],
         "n_inner": model.inner,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model.dropout),
         "tie_word_embeddings": model.tie_embeddings,
     }
 

@@ -54,6 +54,8 @@ def config(model: "Model") -> dict[str, Any] | None:
         "layer_norm_eps": model.epsilon("layer"),
         "hidden_act": THEIRS[model.ffn],
         "intermediate_size": model.inner,
+        "attention_dropout": model.dropout,
+        "hidden_dropout": model.dropout,
         "rotary_pct": model.rotary_fraction,
         "rotary_emb_base": model.rotary_base,
         "rope_parameters": {**rope_of(model), "partial_rotary_factor": model.rotary_fraction},
