@@ -176,6 +176,15 @@ def test_a_dense_run_becomes_a_model_of_transformers(tokens, write_recipe, novel
     pkmlm("export", tmp_path / "dense", "-o", folder, "--force")
 
 
+def test_a_qwen2_has_no_sentencepiece_tokenizer(write_recipe, tmp_path):
+    run, folder = tmp_path / "run", tmp_path / "exported"
+    settings = given("model.memories=null", "model.bias=qkv", "model.qk_norm=false", "model.smear=false")
+    pkmlm("train", write_recipe(tmp_path, "modern"), "-o", run, *settings, *given("train.steps=1"), "-q")
+    pkmlm("export", run, "-o", folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert theirs("It was").input_ids[1:] == load_run(run, "latest").tokenizer.encode("It was")
+
+
 def test_a_run_that_went_out_and_came_back_trains_as_if_it_never_had(write_recipe, tmp_path):
     recipe, first = write_recipe(tmp_path, "dense"), tmp_path / "first"
     pkmlm("train", recipe, "-o", first, *given("train.steps=3"), "-q")
