@@ -140,7 +140,7 @@ def open_attached(path: Path, base: str | Path | None, device: torch.device) -> 
     if not file.is_file():
         expected = f"expected {' or '.join(TOKENIZERS)}"
         raise UserError(f"--base {base} has no tokenizer ({expected})", "save it there: tokenizer.save_pretrained(DIR)")
-    config, tokenizer = text_config(host), Tokenizer.load(file)
+    config, tokenizer = text_config(host), Tokenizer.load(base)
     if (ids := attached.token_ids) is not None and not torch.equal(ids.ids_V.cpu(), host_ids(host, ids.ids, tokenizer)):
         message = f"{path}: its {ids.ids} ids are not those that {tokenizer.name} and this Python's Unicode give"
         hint = "put the tokenizer that it was attached with into the model's folder, or use the same Python version"

@@ -46,7 +46,7 @@ def find_tokenizer(model: nn.Module, given: str | Path | None) -> Tokenizer:
     if given is None and not (name and file.is_file()):
         message = f"canonical ids need the model's tokenizer, but the model's folder {name!r} has none"
         raise UserError(message, 'give its folder: attach(..., tokenizer=DIR); or set "canonical": False')
-    return Tokenizer.load(file)
+    return Tokenizer.load(Path(name))
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:

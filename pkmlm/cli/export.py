@@ -43,12 +43,13 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
     """
     import torch
 
+    from pkmlm.data.tokenizer_file import SENTENCEPIECE_FILE
     from pkmlm.evaluate.load import load_run
     from pkmlm.export.card import card_of, known_scores
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import check_free, write_export
     from pkmlm.memory.base import memories
-    from pkmlm.model.convert import architecture_of
+    from pkmlm.model.convert import architecture_of, qwen2
     from pkmlm.model.transformer import Transformer
     from pkmlm.runs.directory import RunDirectory
 
@@ -65,8 +66,10 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
     assert isinstance(loaded.model, Transformer)  # as every run's is
     rows = loaded.model.embedding.num_embeddings
     architecture = architecture_of(replace(loaded.recipe.model, vocab_size=rows))
-    package = loaded.tokenizer.package if architecture is None else None
-    card = card_of(loaded.recipe, origin, parameters, dtype, bits, known_scores(run, loaded.step), package)
+    if architecture is qwen2 and loaded.tokenizer.file == SENTENCEPIECE_FILE:
+        architecture = None  # with a Qwen2, transformers reads no tokenizer but a byte-level BPE
+    scores = known_scores(run, loaded.step)
+    card = card_of(loaded.recipe, origin, parameters, dtype, bits, scores, code=architecture is None)
     size = write_export(
         folder,
         loaded.model,

@@ -56,7 +56,6 @@ class ByteLevelBPE:
     """
 
     file = BYTE_LEVEL_FILE
-    package = "tokenizers"
     cuts = AFTER_WORDS
     unknown = -1
 
@@ -96,18 +95,10 @@ class ByteLevelBPE:
             self._spelt[i] = b"" if token.special else token.content.encode()
         self.eos = self.pad = vocabulary[end]
         self.begin = vocabulary[begin]
-        self.transformers_config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": begin,
-            **dict.fromkeys(("eos_token", "pad_token"), end),
-            "split_special_tokens": True,
-            "clean_up_tokenization_spaces": False,
-            "model_input_names": ["input_ids", "attention_mask"],
-        }
         self._ids("".join(f"a {token.content} b" for token in added.values()))
 
-    def as_json(self) -> tuple[bytes, dict[str, Any]]:
-        return self.model_bytes, self.transformers_config
+    def as_json(self) -> bytes:
+        return self.model_bytes
 
     def encode(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         if threads == 1:

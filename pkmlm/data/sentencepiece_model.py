@@ -7,17 +7,21 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import sentencepiece
 import tokenizers
 
-from pkmlm.data.text import AT_LINES
+from pkmlm.data.text import AT_LINES, WINDOW
 from pkmlm.data.tokenizer_file import SENTENCEPIECE_FILE
 from pkmlm.errors import UserError
 
 MARK = "\u2581"  # how SentencePiece writes a space; where the text itself has this character, it is spelt in bytes
+# A chunk of `AT_LINES`, as the library `tokenizers` finds it.
+CHUNK = tokenizers.Regex(
+    rf"[\s\S]{{1,{WINDOW}}}\z|[\s\S]{{0,{WINDOW - 1}}}\n|[\s\S]{{0,{WINDOW - 2}}}[^ ](?= [^ ])|[\s\S]{{{WINDOW}}}"
+)
 RESERVED = "\u2585"  # SentencePiece learns nothing from a sentence with this character, which progress bars use
 # Serialized `normalizer_spec {add_dummy_prefix: false}` of a ModelProto, in which the last value of a field counts.
 NO_PREFIX = b"\x1a\x02\x18\x00"
@@ -53,13 +57,7 @@ class SentencePieceModel:
     """
 
     file = SENTENCEPIECE_FILE
-    package = "sentencepiece"
     cuts = AT_LINES
-    # For an export, which includes the code of the class.
-    transformers_config: ClassVar[dict[str, Any]] = {
-        "auto_map": {"AutoTokenizer": ["tokenization_pkmlm.PkmlmTokenizer", None]},
-        "tokenizer_class": "PkmlmTokenizer",
-    }
 
     def __init__(self, model_bytes: bytes, name: str):
         """Load a model; see `Tokenizer`.
@@ -98,35 +96,43 @@ class SentencePieceModel:
                 encoded[i] = self._encode_marks(text)
         return encoded
 
-    def as_json(self) -> tuple[bytes, dict[str, Any]]:
-        """As a tokenizer.json: pieces are spelt with spaces, so that a text is encoded as it is, and what has no piece
-        of its own (as `MARK`, where the text has it) falls back to bytes.
+    def as_json(self) -> bytes:
+        """As a tokenizer.json: texts are cut as in training, pieces are spelt with spaces, so that a text is encoded as
+        it is, and what has no piece of its own (as `MARK`, where the text has it) falls back to bytes.
         """
-        processor = self._processor
-        names, scores = [processor.id_to_piece(i) for i in range(self.size)], processor.get_score([*range(self.size)])
-        bare = [processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i) for i in range(self.size)]
-        pieces = [name if own else name.replace(MARK, " ") for name, own in zip(names, bare, strict=True)]
-        unknown = pieces[self.unknown]
+        processor, ids = self._processor, range(self.size)
+        names, scores = processor.id_to_piece([*ids]), processor.get_score([*ids])
+        special = {i for i in ids if processor.is_control(i) or processor.is_unknown(i)}
+        bare = {i for i in ids if i in special or processor.is_byte(i) or processor.is_unused(i)}  # in no text
+        pieces = [name if i in bare else name.replace(MARK, " ") for i, name in enumerate(names)]
+        apart = {i for i in user_defined(self.model_bytes) if len(pieces[i]) > 1}  # cut out of a text before all else
+        plain = {piece: None for i, piece in enumerate(pieces) if i not in bare | apart}
+        unknown, cuts = pieces[self.unknown], [tokenizers.pre_tokenizers.Split(CHUNK, "isolated")]
         if all(score == int(score) for score in scores):  # BPE numbers its pieces
-            rank = {piece: i for i, (piece, own) in enumerate(zip(pieces, bare, strict=True)) if not own}
-            merges = [(a, b) for piece in rank for a, b in halves(piece) if a in rank and b in rank]
-            model: Any = tokenizers.models.BPE(
-                {piece: i for i, piece in enumerate(pieces)}, merges, unk_token=unknown, byte_fallback=True
-            )
+            merges = [(a, b) for piece in plain for a, b in halves(piece) if a in plain and b in plain]
+            vocabulary = {piece: i for i, piece in enumerate(pieces)}
+            model: Any = tokenizers.models.BPE(vocabulary, merges, unk_token=unknown, byte_fallback=True)
         else:
-            scored = [*zip(pieces, scores, strict=True)]
+            # A text that reads as the name of a bare piece is spelt by others: those are likelier, and a character of
+            # such names that no piece has stands by itself.
+            least = 1000 * min(scores)
+            scored = [(piece, least if i in bare else scores[i]) for i, piece in enumerate(pieces)]
             model = tokenizers.models.Unigram(scored, unk_id=self.unknown, byte_fallback=True)
+            alone = sorted({*"".join(pieces[i] for i in bare)} - {*"".join(plain)})
+            apart = {i for i in apart if {*alone} & {*pieces[i]}}
+            if alone:
+                pattern = tokenizers.Regex(f"[{re.escape(''.join(alone))}]")
+                cuts.append(tokenizers.pre_tokenizers.Split(pattern, "isolated"))
         backend = tokenizers.Tokenizer(model)
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(cuts)
         backend.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
-        begin, end = pieces[self.begin], pieces[self.eos]
-        special = sorted({unknown, begin, end}, key=pieces.index)
-        backend.add_special_tokens([tokenizers.AddedToken(each, normalized=False, special=True) for each in special])
+        backend.add_special_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in sorted(special)])
+        backend.add_tokens([tokenizers.AddedToken(pieces[i], normalized=False) for i in sorted(apart)])
+        begin = pieces[self.begin]
         backend.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, self.begin)]
         )
-        words = {"bos_token": begin, "eos_token": end, "unk_token": unknown, "pad_token": unknown}
-        plain = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
-        return backend.to_str().encode(), {**plain, **words, "clean_up_tokenization_spaces": False}
+        return backend.to_str().encode()
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode(ids)
@@ -147,6 +153,35 @@ class SentencePieceModel:
 def halves(piece: str) -> Iterator[tuple[str, str]]:
     """The ways to cut a piece in two."""
     return ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+
+
+def user_defined(model_bytes: bytes) -> list[int]:
+    """The ids of the pieces that a ModelProto says were given by a user."""
+    pieces = (dict(fields(value)) for field, value in fields(model_bytes) if field == 1 and isinstance(value, bytes))
+    return [i for i, piece in enumerate(pieces) if piece.get(3) == 4]  # its type
+
+
+def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message of protobuf: (number, value)."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+        else:
+            size = varint() if key & 7 == 2 else 8 if key & 7 == 1 else 4
+            yield key >> 3, message[at : at + size]
+            at += size
 
 
 def learn(texts: Iterable[str], vocab_size: int | None, model_type: str) -> bytes:

@@ -4,14 +4,13 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pkmlm.data.byte_level_bpe import ByteLevelBPE
 from pkmlm.data.sentencepiece_model import HINT, MARK, SentencePieceModel, learn
 from pkmlm.data.text import chunks_of, has_surrogate
-from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
+from pkmlm.data.tokenizer_file import SENTENCEPIECE_FILE, TOKENIZER_CONFIG, TOKENIZERS, kept_model, tokenizer_file
 from pkmlm.errors import UserError, read_errors
 from pkmlm.files import open_file
 
@@ -42,8 +41,6 @@ class Tokenizer:
     Attributes:
         name: what errors call it, such as the path of its file.
         model_bytes: what a folder keeps of it, in a file called `file`; `sha256` is the digest of these bytes.
-        package: the library that reads that file.
-        transformers_config: what tokenizer_config.json in an export says about its kind.
         size: the number of ids.
         eos: the id that ends a document.
         begin: the id that a language model sees before the first token of a document; `eos`, unless the tokenizer has a
@@ -71,8 +68,7 @@ class Tokenizer:
         self.name = name
         self.model_bytes = self._model.model_bytes
         self.sha256 = hashlib.sha256(self.model_bytes).hexdigest()
-        self.file, self.package, self.cuts = kind.file, kind.package, kind.cuts
-        self.transformers_config = self._model.transformers_config
+        self.file, self.cuts = kind.file, kind.cuts
         self.size, self.eos, self.begin = self._model.size, self._model.eos, self._model.begin
         self.unknown, self.pad = self._model.unknown, self._model.pad
         for probe in PROBES:
@@ -92,6 +88,8 @@ class Tokenizer:
             if not path.exists():
                 message = f"{folder} holds no tokenizer (expected {' or '.join(TOKENIZERS)})"
                 raise UserError(message, SAVE_HINT)
+            if path.name != SENTENCEPIECE_FILE and (kept := kept_model(folder)):
+                return cls(kept, str(folder / TOKENIZER_CONFIG))
         with read_errors(f"the tokenizer {path}"), open_file(path) as file:
             model_bytes = file.read(LARGEST + 1)
         if len(model_bytes) > LARGEST:
@@ -115,8 +113,10 @@ class Tokenizer:
         """
         return cls(learn(texts, vocab_size, model_type))
 
-    def as_json(self) -> tuple[bytes, dict[str, Any]]:
-        """The same tokenizer as a tokenizer.json of the library `tokenizers`, and what tokenizer_config.json says."""
+    def as_json(self) -> bytes:
+        """The same tokenizer as a tokenizer.json of the library `tokenizers`. Of two spellings that a unigram model
+        finds as likely, it may take the other.
+        """
         return self._model.as_json()
 
     def encode(self, text: str) -> list[int]:

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]  # of the package
 PACKAGE = ROOT.name
 OWN = f"{PACKAGE}.export."  # these files keep their names
 MODEL = (f"{OWN}configuration_pkmlm", f"{OWN}modeling_pkmlm")
-TOKENIZER = f"{OWN}tokenization_pkmlm"
 # An export has kernels in plain torch, and trains in one process.
 INSTEAD = dict.fromkeys((f"{PACKAGE}.kernels.backend", f"{PACKAGE}.distributed"), f"{OWN}plain_pkmlm")
 

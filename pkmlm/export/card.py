@@ -17,7 +17,7 @@ def card_of(
     dtype: str,
     table_bits: int | None,
     scores: dict[str, dict[str, Any]],
-    package: str | None,
+    code: bool,
 ) -> str:
     """A short page: what the model is, what it was trained on, how well it predicts, how to load it.
 
@@ -25,7 +25,7 @@ def card_of(
         parameters: of the whole model.
         dtype, table_bits: as for `write_export`.
         scores: "token_ppl" and "bits_per_byte" by what was scored, see `known_scores`.
-        package: the one that the tokenizer needs; None: the model has no code of its own, nor has its tokenizer.
+        code: whether the folder holds the model's code.
     """
     model = recipe.model
     length = min(40, model.context // 2)  # the model sees no further than its context
@@ -42,8 +42,7 @@ def card_of(
             for scored, found in scores.items()
         ),
     ]
-    trusted = "" if package is None else ", trust_remote_code=True"
-    needs = "" if package is None else f" (it needs `pip install {package}`)"
+    trusted = ", trust_remote_code=True" if code else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -64,8 +63,8 @@ inputs = tokenizer("It was", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens={length})[0], skip_special_tokens=True))
 ```
 
-`path` is this folder. The tokenizer{needs} is lossless: decoding returns every text unchanged. It puts
-the end-of-document token before a text, as in training; `add_special_tokens=False` leaves it out.
+`path` is this folder. The tokenizer is lossless: decoding returns every text unchanged. It puts the
+end-of-document token before a text, as in training; `add_special_tokens=False` leaves it out.
 """
 
 

@@ -1,10 +1,12 @@
 """config.json of an exported model: from a recipe to a `transformers` configuration, and back."""
 
+import base64
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pkmlm.data.tokenizer_file import KEPT, SENTENCEPIECE_FILE
 from pkmlm.errors import UserError
 from pkmlm.files import read_json
 from pkmlm.model.convert import ARCHITECTURES, Architecture
@@ -117,7 +119,19 @@ def special_ids(tokenizer: "Tokenizer") -> dict[str, int]:
 
 def tokenizer_config(tokenizer: "Tokenizer", context: int) -> dict[str, Any]:
     """The content of tokenizer_config.json; a model that continues texts is padded on the left."""
-    return {**tokenizer.transformers_config, "model_max_length": context, "padding_side": "left"}
+    named = {"bos": tokenizer.begin, "eos": tokenizer.eos, "pad": tokenizer.pad, "unk": tokenizer.unknown}
+    found: dict[str, Any] = {f"{name}_token": tokenizer.piece(i) for name, i in named.items() if i >= 0}
+    if tokenizer.file == SENTENCEPIECE_FILE:
+        found[KEPT] = base64.b64encode(tokenizer.model_bytes).decode()
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **found,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": context,
+        "padding_side": "left",
+    }
 
 
 def read_config(path: Path) -> tuple[Recipe, Origin, int | None]:

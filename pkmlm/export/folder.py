@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.data.tokenizer_file import BYTE_LEVEL_FILE, TOKENIZERS, tokenizer_file
+from pkmlm.data.tokenizer_file import BYTE_LEVEL_FILE, TOKENIZER_CONFIG, TOKENIZERS
 from pkmlm.device import DTYPES, is_finite
 from pkmlm.errors import UserError
-from pkmlm.export.bundle import MODEL, TOKENIZER, bundle
+from pkmlm.export.bundle import MODEL, bundle
 from pkmlm.export.config import (
     CONFIG,
     MODEL_TYPE,
@@ -58,7 +58,6 @@ SHARD = re.compile(r"model(\.\w+)?(-\d{5}-of-\d{5})?\.safetensors")
 EMBEDDING, HEAD, BLOCKS = "model.embedding.weight", "lm_head.weight", "model.blocks."
 # What DistributedDataParallel, torch.compile and FSDP put into names.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module"}
-TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHERS = {INDEX, "generation_config.json", TOKENIZER_CONFIG, "README.md"}
 TABLE = "weight_KD"  # the last part of the name of a table
 BLOCK = 1 << 16  # rows quantized at a time
@@ -81,7 +80,7 @@ def check_free(path: Path, force: bool) -> None:
     entries = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     if entries and not force:
         raise UserError(f"-o {path} is not empty", "choose another folder, or add --force to replace an export")
-    known = {*bundle(*MODEL, TOKENIZER), CONFIG, *TOKENIZERS, MANIFEST, *OTHERS, *listed(path)}
+    known = {*bundle(*MODEL), CONFIG, *TOKENIZERS, MANIFEST, *OTHERS, *listed(path)}
     foreign = [name for name in entries if name not in known and not (SHARD.fullmatch(name) or WEIGHTS.fullmatch(name))]
     if foreign:
         raise UserError(f"-o {path} holds {foreign[0]}, which no export wrote", "choose another folder")
@@ -135,16 +134,13 @@ def write_export(
     if architecture is None:
         weights = weights_of(model, dtype, table_bits)
         config = config_of(recipe, rows, tokenizer, origin, dtype, table_bits)
-        settings = tokenizer_config(tokenizer, recipe.model.context)
-        files = {tokenizer.file: tokenizer.model_bytes}
-        code = bundle(*MODEL, *([TOKENIZER] if "auto_map" in settings else []))
+        code = bundle(*MODEL)
     else:
         section = replace(recipe.model, vocab_size=rows)
         weights = weights_as(architecture, section, model, dtype)
         config = config_as(architecture, recipe, section, tokenizer, origin, dtype)
-        content, words = tokenizer.as_json()
-        settings = {**words, "model_max_length": section.context, "padding_side": "left"}
-        files, code = {tokenizer.file: tokenizer.model_bytes, BYTE_LEVEL_FILE: content}, {}
+        code = {}
+    files = {tokenizer.file: tokenizer.model_bytes, BYTE_LEVEL_FILE: tokenizer.as_json()}
     for name, tensor in weights.items():
         if not is_finite(tensor):
             raise UserError(f"{name} does not fit {dtype}", "use --dtype fp32 or bf16", exit_code=1)
@@ -155,7 +151,7 @@ def write_export(
         spare = list(range(tokenizer.size, rows))  # rows of the embedding without a piece
         generation = special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
         write_json(folder / "generation_config.json", generation)
-        write_json(folder / TOKENIZER_CONFIG, settings)
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(tokenizer, recipe.model.context))
         for name, content in files.items():
             with writing(folder / name) as file:
                 file.write(content)
@@ -234,7 +230,7 @@ def read_export(path: Path, device: torch.device) -> Export:
         verify(path)
     recipe, origin, table_bits = read_config(path / CONFIG)
     try:
-        tokenizer = Tokenizer.load(tokenizer_file(path))
+        tokenizer = Tokenizer.load(path)
     except UserError as error:
         raise UserError(error.message, error.hint or hint_of(path), exit_code=1) from None
     rows = recipe.model.vocab_size or tokenizer.size

@@ -22,7 +22,7 @@ from pkmlm.export.config import CONFIG, MODEL_TYPE, Origin, node_of, origin_of, 
 from pkmlm.export.folder import FLOATS, WHOLE, Export, open_slices, same, verify
 from pkmlm.files import MANIFEST, read_json, sha256_of, writing_folder
 from pkmlm.model.convert import ARCHITECTURES, Architecture, parts_of
-from pkmlm.model.convert.asked import Asked
+from pkmlm.model.convert.asked import EVERYWHERE, Asked
 from pkmlm.model.convert.weights import Part
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.constraints import check_recipe
@@ -119,8 +119,8 @@ def recipe_of(architecture: Architecture, config: dict[str, Any], folder: Path) 
     """
     file = str(folder / CONFIG)
     asked = Asked(config, file)
+    asked.without(*EVERYWHERE)
     keys = architecture.keys(asked)
-    asked.refuse_rest()
     context = keys["context"]
     sequences = max(1, BATCH_TOKENS // context)
     train = {"batch_tokens": sequences * context, "micro_batch": sequences}

@@ -19,16 +19,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pkmlm.evaluate.load import load_run
-from pkmlm.export.bundle import MODEL, TOKENIZER, bundle
+from pkmlm.export.bundle import MODEL, bundle
 from pkmlm.files import entry_of, write_json
 from tests import PATIENCE
 from tests.conftest import ROOT, given, pkmlm
 
 KINDS = ("modern", "product-key", "hash")
 FILES = {
-    *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors"),
-    *bundle(*MODEL, TOKENIZER),
-    *("manifest.json", "README.md"),
+    *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.json"),
+    *bundle(*MODEL),
+    *("model.safetensors", "manifest.json", "README.md"),
 }
 # What a user of `transformers` does, where pkmlm cannot be imported.
 USER = """

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from pkmlm import load_run
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
 from pkmlm.evaluate.generate import Sampling, generate
+from pkmlm.model.convert import ARCHITECTURES, architecture_of
+from pkmlm.model.convert.asked import EVERYWHERE, Asked
+from pkmlm.recipe.schema import Model
 from tests.byte_level import END, learn_byte_level
 from tests.conftest import given, pkmlm
 
@@ -119,6 +123,34 @@ def test_an_imported_model_is_exported_as_what_it_was(kind, saved, tmp_path):
     assert (own.name, own.step) == ("back", 0)
 
 
+SECTIONS = {  # of recipes
+    "llama": Model(bias="none", qk_norm=False),
+    "qwen2": Model(bias="qkv", qk_norm=False),
+    "qwen3": Model(bias="none", qk_norm=True),
+    "gpt_neox": Model(norm="layer", ffn="gelu", bias="all", qk_norm=False),
+    "gpt2": Model(norm="layer", ffn="gelu-tanh", bias="all", qk_norm=False, positions="learned"),
+}
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_an_export_drops_out_as_the_run_did(kind):
+    section = replace(SECTIONS[kind], vocab_size=64, dim=32, layers=2, heads=4, dropout=0.25)
+    assert architecture_of(section) is ARCHITECTURES[kind]
+    keys = ARCHITECTURES[kind].config(section)
+    config = transformers.AutoConfig.for_model(kind, **keys)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    asked = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert asked | {getattr(module, "attention_dropout", 0.25) for module in model.modules()} == {0.25}
+
+
+def test_heads_that_do_not_divide_the_width_are_no_llama(tmp_path):
+    section = replace(SECTIONS["llama"], vocab_size=64, dim=32, layers=2, heads=3, head_dim=8)
+    assert architecture_of(section) is None
+    keys = ARCHITECTURES["qwen3"].config(replace(section, qk_norm=True))
+    transformers.AutoConfig.for_model("qwen3", **keys).save_pretrained(tmp_path)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).head_dim == 8
+
+
 def test_a_dense_run_becomes_a_model_of_transformers(tokens, write_recipe, novels, tmp_path):
     for kind, changes, name in (
         ("modern", ["model.smear=false"], "Qwen3ForCausalLM"),
@@ -142,6 +174,15 @@ def test_a_dense_run_becomes_a_model_of_transformers(tokens, write_recipe, novel
         (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
         assert "model.safetensors" in pkmlm("eval", folder, "--data", tokens, code=1).stderr
     pkmlm("export", tmp_path / "dense", "-o", folder, "--force")
+
+
+def test_a_qwen2_has_no_sentencepiece_tokenizer(write_recipe, tmp_path):
+    run, folder = tmp_path / "run", tmp_path / "exported"
+    settings = given("model.memories=null", "model.bias=qkv", "model.qk_norm=false", "model.smear=false")
+    pkmlm("train", write_recipe(tmp_path, "modern"), "-o", run, *settings, *given("train.steps=1"), "-q")
+    pkmlm("export", run, "-o", folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert theirs("It was").input_ids[1:] == load_run(run, "latest").tokenizer.encode("It was")
 
 
 def test_a_run_that_went_out_and_came_back_trains_as_if_it_never_had(write_recipe, tmp_path):
@@ -204,8 +245,11 @@ ASKED_FOR = {
     "sliding_window": ("qwen2", {"use_sliding_window": True}),
     "rope": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
     "hidden_act": ("llama", {"hidden_act": "gelu"}),
-    "attn_logit_softcapping": ("llama", {"attn_logit_softcapping": 50.0}),
-    "num_local_experts": ("llama", {"num_local_experts": 8}),
+    "partial_rotary_factor": ("llama", {"partial_rotary_factor": 0.5}),
+    "layer_types": ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    "quantization_config": ("neox", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+    "per_layer_config": ("qwen2", {"per_layer_config": {"1": {"intermediate_size": 8}}}),
+    "add_cross_attention": ("gpt2", {"add_cross_attention": True}),
     "attention_bias": ("llama", {"attention_bias": True}),
     "scale_attn_by_inverse_layer_idx": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "model_type": ("llama", {"model_type": "mamba"}),
@@ -225,6 +269,93 @@ def test_what_our_model_has_not_is_refused_by_its_key(key, saved, tmp_path):
     assert key.split("_")[-1] in done.stderr
     assert done.stderr.count("\n") <= 2
     assert not (tmp_path / "run").exists()
+
+
+SINCE_2023 = {
+    **{"hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"},
+    **{"transformers_version": "4.40.1", "use_cache": True, "bos_token_id": 0, "eos_token_id": 0},
+}
+LLAMA_2023 = SINCE_2023 | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False}
+LLAMA_2023 |= {"pretraining_tp": 1, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False}
+QWEN_KEYS = SINCE_2023 | {"attention_dropout": 0.0, "rope_theta": 1e6, "tie_word_embeddings": True}
+QWEN_KEYS |= {"max_window_layers": 24, "use_sliding_window": False}
+PYTHIA = {
+    **{"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0},
+    **{"hidden_act": "gelu", "initializer_range": 0.02, "layer_norm_eps": 1e-05, "rotary_emb_base": 10000},
+    **{"rotary_pct": 0.25, "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.24.0"},
+    **{"use_cache": True, "use_parallel_residual": True},
+}
+PUBLISHED = {  # the keys of what is on the hub; the sizes are smaller
+    "tinyllama": LLAMA | LLAMA_2023,
+    "smollm2-135m": LLAMA
+    | LLAMA_2023
+    | {"is_llama_config": True, "rope_interleaved": False, "attention_dropout": 0.0, "mlp_bias": False}
+    | {"rope_theta": 100000, "tie_word_embeddings": True, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "f"}}},
+    "unsloth llama-3.2-1b": LLAMA
+    | LLAMA_2023
+    | {"attention_dropout": 0.0, "head_dim": 8, "mlp_bias": False, "pad_token_id": 4, "unsloth_fixed": True}
+    | {"rope_theta": 500000.0, "rope_scaling": {key: LLAMA_3[key] for key in LLAMA_3 if key != "rope_theta"}},
+    "qwen2.5-0.5b": LLAMA
+    | QWEN_KEYS
+    | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "sliding_window": 32768, "use_mrope": False},
+    "qwen3-0.6b": LLAMA
+    | QWEN_KEYS
+    | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "sliding_window": None, "rope_scaling": None}
+    | {"attention_bias": False, "head_dim": 10},
+    "pythia-70m": NEOX | PYTHIA,
+    "dolly-v2-3b": NEOX
+    | PYTHIA
+    | {"gradient_checkpointing": False, "custom_pipelines": {"text-generation": {"impl": "instruct_pipeline.I"}}},
+    "gpt2-medium": GPT_2
+    | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"}
+    | {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "bos_token_id": 0, "eos_token_id": 0}
+    | {"initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": CONTEXT, "n_special": 0, "output_past": True}
+    | {"predict_special_tokens": True, "summary_activation": None, "summary_first_dropout": 0.1}
+    | {"summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True}
+    | {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_on_the_hub_is_imported(name, tokenizer, tmp_path):
+    keys, folder = PUBLISHED[name], tmp_path / "hub"
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(**keys)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in theirs.parameters():
+        parameter.data.add_(torch.randn(parameter.shape), alpha=0.1)
+    theirs.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(keys))
+    shutil.copy(tokenizer, folder)
+    pkmlm("import", folder, "-o", tmp_path / "run")
+    tokens = random_tokens()
+    with torch.no_grad():
+        ours = load_run(tmp_path / "run").model(tokens)
+    torch.testing.assert_close(ours, logits_of(theirs, tokens), rtol=1e-5, atol=1e-5)
+
+
+# What configurations of transformers say that changes no logits of a model in evaluation mode.
+HARMLESS = {
+    *("transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype", "use_cache"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "initializer_range", "is_decoder"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp", "reorder_and_upcast_attn"),
+    *("sliding_window", "max_window_layers"),  # of `use_sliding_window`
+}
+
+
+@pytest.mark.parametrize("name", ["tinyllama", "qwen2.5-0.5b", "qwen3-0.6b", "pythia-70m", "gpt2-medium"])
+def test_every_key_that_the_class_in_transformers_knows_is_read(name):
+    keys, read = PUBLISHED[name], set(EVERYWHERE)
+
+    class Noted(dict[str, object]):
+        def get(self, key: str, default: object = None) -> object:
+            read.add(key)
+            return super().get(key, default)
+
+    ARCHITECTURES[str(keys["model_type"])].keys(Asked(Noted(keys), "config.json"))
+    known = {field.name for field in fields(transformers.AutoConfig.for_model(keys["model_type"]))}
+    silent = {key for key in known if key.startswith("summary_") or key.endswith(("_dropout", "_pdrop"))}
+    assert known - read == known & (HARMLESS | silent)
 
 
 def damaged(folder: Path, how: str) -> None:

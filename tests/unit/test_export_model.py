@@ -24,11 +24,9 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
 from pkmlm.export import plain_pkmlm
 from pkmlm.export.bundle import MODEL as MODEL_CODE
-from pkmlm.export.bundle import TOKENIZER as TOKENIZER_CODE
 from pkmlm.export.bundle import bundle
 from pkmlm.export.config import Origin
 from pkmlm.export.folder import read_export, write_export
-from pkmlm.export.tokenization_pkmlm import PkmlmTokenizer
 from pkmlm.kernels import reference
 from pkmlm.kernels.reference import dequantize, quantize
 from pkmlm.memory.base import memories
@@ -630,15 +628,6 @@ def test_gradient_checkpointing_changes_no_gradient(kind, exported, tmp_path):
     assert theirs.generate(IDS_BT[:1], max_new_tokens=3).shape == (1, 17)  # in training mode, with a cache
 
 
-def test_offsets_are_refused_rather_than_left_out(tokenizer, tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(tokenizer.model_bytes)
-    theirs = PkmlmTokenizer(str(tmp_path / "tokenizer.model"))
-    for text in ("It was", ["It was", "a night"]):
-        with pytest.raises(NotImplementedError, match="offsets"):
-            theirs(text, return_offsets_mapping=True)
-        assert theirs(text).keys() == {"input_ids", "attention_mask"}
-
-
 @torch.no_grad()
 def test_narrower_weights_keep_queries_and_keys(pair, exported, tmp_path):
     ours, theirs, folder = pair
@@ -762,8 +751,8 @@ def test_no_more_rows_exist_at_a_time_than_are_allowed(monkeypatch):
 
 
 def test_the_code_stands_alone():
-    """Nothing but torch, numpy, transformers, sentencepiece, the standard library, and each other."""
-    code = bundle(*MODEL_CODE, TOKENIZER_CODE)
+    """Nothing but torch, numpy, transformers, the standard library, and each other."""
+    code = bundle(*MODEL_CODE)
     for file, text in code.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -772,7 +761,7 @@ def test_the_code_stands_alone():
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
                 for module in names:
-                    known = {"torch", "numpy", "transformers", "sentencepiece", *sys.stdlib_module_names}
+                    known = {"torch", "numpy", "transformers", *sys.stdlib_module_names}
                     assert module.split(".")[0] in known, f"{file} imports {module}"
 
 

@@ -1,4 +1,8 @@
-"""What a configuration of transformers asks for, key by key: each is read, known to mean nothing here, or refused."""
+"""What a configuration of transformers asks for, key by key.
+
+An architecture reads the keys that say what it computes, and refuses those of them that our model cannot follow. All
+others are ignored: its class in transformers does not know them, or they say how the model is trained or stored.
+"""
 
 import json
 import math
@@ -7,23 +11,13 @@ from typing import Any
 
 from pkmlm.errors import UserError, printable
 
-# Keys that say nothing of what the model computes: how it was made, is trained, generated from and stored.
-SILENT = {
-    *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "initializer_range"),
-    *("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "classifier_dropout"),
-    *("pretraining_tp", "gradient_checkpointing", "torchscript", "output_attentions", "output_hidden_states"),
-    *("return_dict", "chunk_size_feed_forward", "problem_type", "id2label", "label2id", "finetuning_task"),
-    *("task_specific_params", "is_decoder", "prefix", "tokenizer_class", "_attn_implementation_autoset"),
-    *("max_length", "num_return_sequences", "do_sample", "temperature", "top_k", "top_p", "num_beams"),
-    "trained",  # what pkmlm says of an export
-    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-}
+# Keys that every class knows and that change what it computes: code of its own, layers of other sizes, coded weights.
+EVERYWHERE = ("auto_map", "per_layer_config", "quantization_config", "is_encoder_decoder")
 HINT = "pkmlm has no such part: use a model without it, or attach a memory to this one in Python (pkmlm help attach)"
 
 
 class Asked:
-    """The keys of a config.json, read one by one; what is left at the end is refused.
+    """The keys of a config.json, read one by one.
 
     Args:
         config: its content.
@@ -32,11 +26,9 @@ class Asked:
 
     def __init__(self, config: Mapping[str, Any], file: str):
         self.config, self.file = config, file
-        self.left = {key for key, value in config.items() if key not in SILENT and says_something(value)}
 
     def value(self, key: str, default: Any = None) -> Any:
         """What a key says; the default where it is missing or null."""
-        self.left.discard(key)
         found = self.config.get(key)
         return default if found is None else found
 
@@ -99,30 +91,26 @@ class Asked:
         """What a key says, for errors."""
         return printable(json.dumps(self.config.get(key)))[:100]
 
-    def refuse_rest(self) -> None:
-        """Refuse keys that nobody has read.
+    def without(self, *keys: str) -> None:
+        """Refuse keys that say anything but null, false, 0 or an empty list or object.
 
         Raises:
-            UserError: there is one.
+            UserError: one does.
         """
-        if self.left:
-            key = min(self.left)
-            raise UserError(
-                f"{self.file}: {printable(key)[:100]}: found {self.shown(key)} (expected no such key)", HINT
-            )
+        for key in keys:
+            if self.value(key):
+                self.refuse(key, "no such key")
 
 
-def says_something(value: Any) -> bool:
-    """Whether a value asks for anything: null, false, 0, 1.0 and what is empty do not."""
-    return value is True or (bool(value) and value != 1.0)
-
-
-def rotary(asked: Asked, base: float, share: float = 1.0) -> dict[str, Any]:
+def rotary(
+    asked: Asked, base: str = "rope_theta", share: str = "partial_rotary_factor", part: float = 1
+) -> dict[str, Any]:
     """The keys of rotary positions: their base, the share of a head that rotates, and how they are scaled. They stand
-    in `rope_parameters`, or by themselves with `rope_scaling`, as earlier releases write them.
+    in `rope_parameters` or, as earlier releases write them, in `rope_scaling` beside keys of their own.
 
     Args:
-        base, share: the architecture's defaults.
+        base, share: the architecture's names of such keys.
+        part: the share where nothing is said; 1: the architecture knows no other.
 
     Raises:
         UserError: the scaling is of a kind that is not known here.
@@ -130,27 +118,29 @@ def rotary(asked: Asked, base: float, share: float = 1.0) -> dict[str, Any]:
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(asked.value(key, {}), dict):
             asked.refuse(key, "an object, or null")
-    inner = {**asked.value("rope_parameters", {}), **asked.value("rope_scaling", {})}
-    flat = ("rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct")
-    given = {key: found for key in flat if (found := asked.value(key)) is not None}
-    rope = Asked({**given, **inner}, f"{asked.file}: rope")
-    kind = rope.value("type") or rope.value("rope_type") or "default"
-    rope.value("rope_type")
+    first = "original_max_position_embeddings"
+    inner = asked.value("rope_scaling") or asked.value("rope_parameters", {})
+    flat = {"rope_theta": asked.value(base), "partial_rotary_factor": asked.value(share)}
+    length = asked.value(first, inner.get(first, asked.value("max_position_embeddings")))
+    rope = Asked({**flat, **inner, first: length}, f"{asked.file}: rope")
+    rope.without("full_attention", "sliding_attention")  # other positions in some of the layers
+    kind = rope.value("rope_type") or rope.value("type") or "default"
     keys: dict[str, Any] = {
-        "rotary_base": rope.number("rope_theta", rope.number("rotary_emb_base", base)),
-        "rotary_fraction": rope.number("partial_rotary_factor", rope.number("rotary_pct", share)),
+        "rotary_base": rope.number("rope_theta", 10_000.0),
+        "rotary_fraction": rope.number("partial_rotary_factor", part),
     }
     if kind not in ("default", "linear", "llama3"):
         raise UserError(f"{rope.file}_type: found {kind!r} (expected default, linear or llama3)", HINT)
+    if part == 1 != keys["rotary_fraction"]:
+        rope.refuse("partial_rotary_factor", "1")
     if kind != "default":
         keys["rotary_scaling"] = {"kind": kind, "factor": rope.number("factor", 1.0)}
     if kind == "llama3":
         keys["rotary_scaling"] |= {
             "low": rope.number("low_freq_factor", 1.0),
             "high": rope.number("high_freq_factor", 4.0),
-            "context": rope.size("original_max_position_embeddings"),
+            "context": rope.size(first),
         }
-    rope.refuse_rest()
     return keys
 
 

@@ -20,8 +20,7 @@ def keys(asked: Asked) -> dict[str, Any]:
     dim = asked.size("n_embd")
     if not asked.flag("scale_attn_weights", True):
         asked.refuse("scale_attn_weights", "true")
-    asked.value("reorder_and_upcast_attn")  # another order of the same sums
-    asked.value("n_ctx")  # an older name of n_positions
+    asked.without("scale_attn_by_inverse_layer_idx", "add_cross_attention")
     return {
         "vocab_size": asked.size("vocab_size"),
         "dim": dim,
@@ -54,6 +53,7 @@ def config(model: "Model") -> dict[str, Any] | None:
         "layer_norm_epsilon": model.epsilon("layer"),
         "activation_function": THEIRS[model.ffn],
         "n_inner": model.inner,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model.dropout),
         "tie_word_embeddings": model.tie_embeddings,
     }
 

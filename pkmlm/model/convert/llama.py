@@ -30,7 +30,7 @@ def shared_keys(asked: Asked) -> dict[str, Any]:
         "ffn": "swiglu",
         "ffn_dim": asked.size("intermediate_size"),
         "positions": "rotary",
-        **rotary(asked, 10_000.0),
+        **rotary(asked),
         "tie_embeddings": asked.flag("tie_word_embeddings", False),
     }
 
@@ -57,6 +57,7 @@ def shared_config(model: "Model") -> dict[str, Any]:
         "rms_norm_eps": model.epsilon("rms"),
         "hidden_act": "silu",
         "intermediate_size": model.inner,
+        "attention_dropout": model.dropout,  # it knows no other
         "rope_theta": model.rotary_base,
         "rope_parameters": rope_of(model),
         "tie_word_embeddings": model.tie_embeddings,
@@ -75,7 +76,7 @@ def has_the_block(model: "Model") -> bool:
 
 def config(model: "Model") -> dict[str, Any] | None:
     """The configuration that stands for a model; None: it is not of this architecture."""
-    if not has_the_block(model) or model.qk_norm or model.bias == "qkv":
+    if not has_the_block(model) or model.qk_norm or model.bias == "qkv" or model.dim % model.heads:
         return None
     biased = model.bias == "all"
     return shared_config(model) | {"attention_bias": biased, "mlp_bias": biased}

@@ -13,12 +13,10 @@ PREFIX, HEAD, IGNORED, parts = llama.PREFIX, llama.HEAD, llama.IGNORED, llama.pa
 
 
 def whole_attention(asked: Asked) -> None:
-    """Refuse layers that see only a window. A window that no layer uses says nothing."""
-    if asked.flag("use_sliding_window", False):
-        asked.refuse("use_sliding_window", "false")
-    asked.value("sliding_window")
-    asked.value("max_window_layers")
-    if set(asked.value("layer_types", ())) - {"full_attention"}:
+    """Refuse layers that see only a window."""
+    asked.without("use_sliding_window")
+    types = asked.value("layer_types", [])
+    if not isinstance(types, list) or any(each != "full_attention" for each in types):
         asked.refuse("layer_types", "full_attention in all layers")
 
 
