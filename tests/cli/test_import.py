@@ -243,6 +243,9 @@ def test_a_head_that_is_written_out_must_be_the_embedding(saved, tmp_path):
 
 ASKED_FOR = {
     "sliding_window": ("qwen2", {"use_sliding_window": True}),
+    "window": ("llama", {"sliding_window": 4096}),
+    "softcapping": ("qwen3", {"attn_logit_softcapping": 50.0}),
+    "experts": ("neox", {"num_local_experts": 8}),
     "rope": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
     "hidden_act": ("llama", {"hidden_act": "gelu"}),
     "partial_rotary_factor": ("llama", {"partial_rotary_factor": 0.5}),

@@ -37,6 +37,7 @@ def shared_keys(asked: Asked) -> dict[str, Any]:
 
 def keys(asked: Asked) -> dict[str, Any]:
     """The keys of `model` in a recipe that a configuration stands for."""
+    asked.without("sliding_window")
     found = shared_keys(asked)
     attention, ffn = asked.flag("attention_bias", False), asked.flag("mlp_bias", False)
     if attention != ffn:
