@@ -11,10 +11,12 @@ from typing import Any
 
 from pkmlm.errors import UserError, printable
 
-# Keys that every class knows and that change what it computes: code of its own, layers of other sizes, coded weights.
-# And parts that none of these architectures has: whoever asks for them means another model.
-EVERYWHERE = ("auto_map", "per_layer_config", "quantization_config", "is_encoder_decoder")
-EVERYWHERE += ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts")
+EVERYWHERE = (
+    # What every class knows and changes what it computes: code of its own, layers of other sizes, coded weights.
+    *("auto_map", "per_layer_config", "quantization_config", "is_encoder_decoder"),
+    # Parts that none of these architectures has: whoever asks for them means another model.
+    *("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts"),
+)
 HINT = "pkmlm has no such part: use a model without it, or attach a memory to this one in Python (pkmlm help attach)"
 
 
