@@ -141,11 +141,9 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
 
 
-def remove_leftovers(folder: Path, names: str = "*") -> None:
-    """Delete what killed processes left half-written in a folder, of files with names like `names` (as a shell matches
-    them); the caller holds a lock that keeps others from writing these.
-    """
-    for place in folder.glob(f"{TEMPORARY}*-{names}"):
+def remove_leftovers(folder: Path) -> None:
+    """Delete what killed processes left half-written in a folder; the caller holds a lock that keeps others out."""
+    for place in folder.glob(f"{TEMPORARY}*"):
         with suppress(OSError):
             shutil.rmtree(place) if place.is_dir() else place.unlink()
 

@@ -312,4 +312,3 @@ class RunDirectory:
         """
         for folder in (self.path, self.checkpoints):
             remove_leftovers(folder)
-        remove_leftovers(self.path / USAGE, "drift-step-*.npz")
