@@ -64,6 +64,8 @@ def command(
     from pkmlm.report.plots import Look
     from pkmlm.sweep.run import Workers, open_sweep, run_sweep, seconds_of_steps, use_devices
 
+    if output is None and not dry_run:
+        raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
     if gpus := parse_devices(devices, jobs):
         use_devices(gpus)
     results, folder = open_sweep(
@@ -83,8 +85,7 @@ def command(
         record = {"title": plan.title, "plan": [dict(zip(names, row, strict=True)) for row in plan.rows]}
         out.show(record, [plan])
         return 0
-    if folder is None:
-        raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
+    assert folder is not None
     return run_sweep(
         results,
         folder,

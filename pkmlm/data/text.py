@@ -372,7 +372,7 @@ def member(row: dict[str, Any], field: str, where: str, above: str = "") -> Any:
     keys = ", ".join(repr(above + key) for key in list(row)[:8]) or "no keys"
     raise UserError(
         f"{where}: no key {above + field!r} (found {keys})",
-        "name the key of the text with --field, or with --prompt and --answer; doc.text is the key text within doc",
+        "name the key of the text with --field; doc.text is the key text within doc",
     )
 
 
@@ -463,7 +463,7 @@ def column_path(schema: "pyarrow.Schema", field: str, label: str) -> list[str]:
             shown = ", ".join(repr(above + each) for each in names[:8])
             raise UserError(
                 f"{label}: {times or 'no'} column{'s' * (times > 1)} {field!r} (found {shown})",
-                "name the column of the text with --field, or with --prompt and --answer; doc.text is text within doc",
+                "name the column of the text with --field; doc.text is text within doc",
             )
         found = found.field(name).type
         names = [each.name for each in found] if types.is_struct(found) else []

@@ -134,7 +134,7 @@ def chosen_documents(choice: TextChoice, run: "LoadedRun", quiet: bool = True) -
     if not others:
         return documents
     found = f"the {' and '.join(others)} tokens in {corpus.name} are not those that run {run.name} was trained on"
-    if choice.data is not None:
+    if choice.data is not None and not corpus.has_answers:
         raise UserError(f"--data: {found}", "to score another text, use --text FILE")
     return replace(documents, warnings=(f"{found}: the model may have been trained on what it is scored on",))
 

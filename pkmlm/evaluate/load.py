@@ -148,6 +148,7 @@ def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: st
 def check_ids(model: LanguageModel, path: Path) -> None:
     """Refuse (exit code 1) ids of tokens for which a table has no rows."""
     for name, ids in model.named_buffers():
-        limit = {"ids_V": len(ids), "multipliers_HG": 2**32}.get(name.rpartition(".")[2])
+        last = name.rpartition(".")[2]
+        limit = len(ids) if last == "ids_V" else 2**32 if last == "multipliers_HG" else None
         if limit is not None and not bool(((ids >= 0) & (ids < limit)).all()):  # rows would lie beyond the table
             raise UserError(f"{path}: {name} holds numbers that training cannot produce", "copy it again", exit_code=1)

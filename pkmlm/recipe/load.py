@@ -132,7 +132,7 @@ def merge(base: Node, over: Node) -> Node:
     if isinstance(base.value, dict) and over.value == "" and not over.quoted:
         return base
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
-        return over
+        return replace(over, drops=base.drops or isinstance(base.value, dict))
     entries = dict(base.value)
     for key, node in over.value.items():
         entries[key] = merge(entries[key], node) if key in entries else node
@@ -207,6 +207,10 @@ def bind_memories(node: Node, name: str, places: dict[str, str]) -> dict[str, An
     for memory, child in node.value.items():
         dotted = f"{name}.{shorten(memory)}"
         if child.is_null:
+            if not child.drops:
+                known = [each for each, other in node.value.items() if not other.is_null]
+                found = f"{child.place}: {dotted}: found {child.shown()}, but there is no such memory to drop"
+                raise UserError(found, f"memories: {', '.join(map(shorten, known)) or 'none'}")
             continue
         if not isinstance(child.value, dict):
             raise wrong(child, dotted, "keys such as kind and layers")

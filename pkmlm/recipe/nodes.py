@@ -20,11 +20,16 @@ HINT = "write key: value, indented with spaces; put quotes around a text that ho
 
 @dataclass(frozen=True)
 class Node:
-    """A scalar's text, a list or a mapping, and its place: file:line:column, or the override."""
+    """A scalar's text, a list or a mapping, and its place: file:line:column, or the override.
+
+    Attributes:
+        drops: whether it stands in place of a mapping that a base had.
+    """
 
     value: "str | list[Node] | dict[str, Node]"
     place: str
     quoted: bool = False
+    drops: bool = False
 
     @property
     def is_null(self) -> bool:

@@ -16,6 +16,7 @@ from pkmlm.recipe.constraints import check_ranks
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.recipe.warnings import warnings as recipe_warnings
+from pkmlm.runs.directory import IMPORTED, RunDirectory
 
 MANY_EPOCHS = 20  # worth a warning
 
@@ -84,7 +85,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
         )
     check_ranks(recipe, ranks, recipe_file)
     job = Job(recipe, corpus, tokenizer)
-    warnings = recipe_warnings(recipe)
+    warnings = recipe_warnings(recipe) + of_imported_model(Path(recipe_file), recipe)
     if job.epochs > MANY_EPOCHS:
         reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
         warnings.append(f"{corpus.name}: train has {corpus.tokens:,} tokens: {reading}")
@@ -98,6 +99,14 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
         except UserError as error:
             raise UserError(f"finetune.background: {error.message}", error.hint, error.exit_code) from None
     return Job(recipe, corpus, tokenizer, tuple(warnings), background)
+
+
+def of_imported_model(recipe_file: Path, recipe: Recipe) -> list[str]:
+    """A warning if a model is trained by the recipe of an imported one, but not from its weights."""
+    run = RunDirectory(recipe_file.parent)
+    if recipe.train.init_from or recipe_file.name != run.recipe_file.name or run.facts().get("status") != IMPORTED:
+        return []
+    return [f"{run.path} is an imported model, but training begins with random weights: -s train.init_from={run.path}"]
 
 
 def hashes_of(job: Job) -> dict[str, str]:

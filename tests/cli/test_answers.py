@@ -202,6 +202,9 @@ def test_what_cannot_be_answered_is_told_at_once(facts, tokens, write_recipe, tm
     pkmlm("train", write_recipe(tmp_path, "dense"), "-o", plain, *given(*keys), "-q")
     asked = pkmlm("eval", plain, "--answers", code=2)
     assert (asked.stdout, "has no answers" in asked.stderr) == ("", True)
+    asked = pkmlm("eval", plain, "--data", facts, "--split", "valid", "--answers", "--json")  # before it is taught
+    assert json.loads(asked.stdout)["answers"]["n"] == len(ROWS)
+    assert "not those that run plain was trained on" in asked.stderr
     keys += [f"data.dir={facts}", "model.attention=cosformer"]
     pkmlm("train", write_recipe(tmp_path, "dense"), "-o", linear, *given(*keys), "-q")
     asked = pkmlm("eval", linear, "--split", "valid", "--answers", code=2)

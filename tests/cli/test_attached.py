@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from transformers import GemmaConfig, GemmaForCausalLM
 
 import pkmlm as package
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM
@@ -79,6 +80,19 @@ def test_a_text_begins_with_the_token_that_the_base_s_config_names(base, novels,
         scores = model(input_ids=torch.tensor([[20, *ids[:-1]]])).logits.log_softmax(-1)[0]
     assert found["tokens"] == len(ids) <= model.config.max_position_embeddings
     assert found["nll"] == pytest.approx(-scores[range(len(ids)), ids].sum().item(), rel=1e-5)
+
+
+def test_a_buffer_may_be_a_single_number(base, novels, tmp_path):
+    """Gemma keeps the factor of its embeddings so."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    size = package.load_run(base).tokenizer.size
+    GemmaForCausalLM(GemmaConfig(vocab_size=size, **shape, **heads)).save_pretrained(tmp_path / "base")
+    shutil.copy(base / "tokenizer.model", tmp_path / "base")
+    model = GemmaForCausalLM.from_pretrained(tmp_path / "base")
+    package.attach(model, MEMORY, layers=[1]).save(tmp_path / "memory")
+    (tmp_path / "short.txt").write_text((novels / "test.txt").read_text()[:200])
+    assert perplexity(tmp_path / "memory", "--text", tmp_path / "short.txt")["perplexity"]["tokens"] > 20
 
 
 def test_eval_of_a_new_memory_is_that_of_its_base_and_of_a_taught_one_another(base, attached, novels):

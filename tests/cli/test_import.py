@@ -425,7 +425,10 @@ def test_an_imported_model_is_measured_and_trained_further(saved, novels, tmp_pa
     memory = "{kind: product-key, layers: 2+, num_keys: 8, heads: 2, topk: 4, key_dim: 8, value_dim: 24}"
     for name, memories in (("dense", "null"), ("facts", f"{{facts: {memory}}}")):
         more = given(f"model.memories={memories}")
-        pkmlm("train", run / "recipe.yaml", "-o", tmp_path / name, *settings, *more, "-q")
+        said = pkmlm("train", run / "recipe.yaml", "-o", tmp_path / name, *settings, *more, "-q").stderr
+        assert "random weights" not in said
+    said = pkmlm("train", run / "recipe.yaml", *settings, *given("train.init_from=null"), "--dry-run").stderr
+    assert f"-s train.init_from={run}" in said
     again = json.loads(pkmlm("eval", tmp_path / "dense", "--text", novels / "test.txt", "--json").stdout)["perplexity"]
     assert again["nll"] == pytest.approx(scored["nll"], rel=1e-4)
     assert "facts" in pkmlm("usage-report", tmp_path / "facts").stdout

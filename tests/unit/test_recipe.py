@@ -223,6 +223,7 @@ def test_every_other_name_leads_to_a_key_that_there_is(recipe_file: Path) -> Non
         ("model.memories.pkm.optim.schedule=inverse-sqrt", "model.memories.pkm.optim.warmup_steps: found 0 with"),
         ("optim.betas=[0.9, 1]", "optim.betas: found 1"),
         ("model.memories.pkm.topc=3", "unknown key model.memories.pkm.topc (did you mean model.memories.pkm.topk?)"),
+        ("model.memories.pkn=null", "model.memories.pkn: found null, but there is no such memory to drop"),
         ("no-equals", "not of the form key=value"),
         ("data.dir=[]", "data.dir: found"),
         ("data.dir=[a, null]", "data.dir: found"),
