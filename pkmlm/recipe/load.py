@@ -132,6 +132,8 @@ def merge(base: Node, over: Node) -> Node:
     if isinstance(base.value, dict) and over.value == "" and not over.quoted:
         return base
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
+        if base.drops and isinstance(over.value, dict):  # what was dropped as a whole may be dropped by name, too
+            over = replace(over, value={key: replace(node, drops=True) for key, node in over.value.items()})
         return replace(over, drops=base.drops or isinstance(base.value, dict))
     entries = dict(base.value)
     for key, node in over.value.items():
