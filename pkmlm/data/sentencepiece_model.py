@@ -156,13 +156,16 @@ def halves(piece: str) -> Iterator[tuple[str, str]]:
 
 
 def user_defined(model_bytes: bytes) -> list[int]:
-    """The ids of the pieces that a ModelProto says were given by a user."""
-    pieces = (dict(fields(value)) for field, value in fields(model_bytes) if field == 1 and isinstance(value, bytes))
+    """The ids of the pieces that a ModelProto says were given by a user, which the processor does not tell."""
+    messages = (value for number, value in message_fields(model_bytes) if number == 1 and isinstance(value, bytes))
+    pieces = [dict(message_fields(message)) for message in messages]
     return [i for i, piece in enumerate(pieces) if piece.get(3) == 4]  # its type
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message of protobuf: (number, value)."""
+def message_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message of protobuf: (number, value). The library's own module of messages would read them, but
+    it needs the newest protobuf, which many an environment holds back.
+    """
     at = 0
 
     def varint() -> int:
