@@ -99,7 +99,8 @@ def command(
             raise UserError("--stride requires a perplexity", "with --tasks, also give --split or --text")
         if answers and (choice.text is not None or (options["tasks"] is not None and not choice.explicit)):
             raise UserError(
-                "--answers: a text has none (expected a split of tokens)", "leave --text out, or give --split"
+                "--answers: a text has none (expected a split of tokens)",
+                "leave --text out; --data DIR gives other tokens, made with --prompt and --answer",
             )
         samples = free_file("--log-samples", log_samples, force)
         found = evaluate_run(
