@@ -21,6 +21,7 @@ from pkmlm.memory.table import Modules, Values
 
 Layer = TypeVar("Layer", bound="SparseMemory")
 Inputs = ParamSpec("Inputs")
+Output = TypeVar("Output")
 Listener = Callable[..., None]  # gets tensors with a row for each token, detached
 TRACKER = ModuleTracker()  # of no modules: it is only asked whether this thread is in a backward pass
 
@@ -237,14 +238,26 @@ def usage_taps(model: Modules) -> list[UsageTap]:
     return [module for module in model.modules() if isinstance(module, UsageTap)]
 
 
+def outside_compiler(function: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
+    """Decorate a function so that torch.compile leaves it as it is.
+
+    `torch.compiler.disable` imports the compiler, which takes seconds, so it is called only while tracing.
+    """
+
+    @functools.wraps(function)
+    def untraced(*inputs: Inputs.args, **options: Inputs.kwargs) -> Output:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*inputs, **options)
+        return function(*inputs, **options)
+
+    return untraced
+
+
 def uncompiled(
     forward: Callable[Concatenate[Layer, Inputs], Tensor],
 ) -> Callable[Concatenate[Layer, Inputs], Tensor]:
     """Decorate a layer's forward so that torch.compile leaves it as it is, and that an input which it cannot take is a
-    ValueError which names the layer.
-
-    Tracing it would fail in numba's dispatcher, and miss listeners that come later. `disable` imports
-    the compiler, which takes seconds, so it is called only while tracing.
+    ValueError which names the layer. Tracing it would fail in numba's dispatcher, and miss listeners that come later.
     """
 
     @functools.wraps(forward)
@@ -256,10 +269,4 @@ def uncompiled(
                 raise ValueError(f"{layer.tap.label}: {reason}") from error
             raise
 
-    @functools.wraps(forward)
-    def untraced(layer: Layer, *inputs: Inputs.args, **options: Inputs.kwargs) -> Tensor:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(named)(layer, *inputs, **options)
-        return named(layer, *inputs, **options)
-
-    return untraced
+    return outside_compiler(named)

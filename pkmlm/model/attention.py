@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from pkmlm.kernels.matmul import at_least_fp32, without_autocast
+from pkmlm.memory.base import outside_compiler
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Documents:
         starts = (positions_BT == 0).flatten().nonzero()[:, 0].tolist()
         self._lengths = [stop - start for start, stop in pairwise([*starts, positions_BT.numel()])]
 
-    @torch.compiler.disable  # each batch has other lengths, for which other code would be compiled
+    @outside_compiler  # each batch has other lengths, for which other code would be compiled
     def attend(self, q_1hNe: Tensor, k_1hNe: Tensor, v_1hNe: Tensor, dropout: float, grouped: bool) -> Tensor:
         """Causal softmax attention of each document (1, h, N, e).
 

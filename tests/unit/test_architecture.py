@@ -117,6 +117,10 @@ def test_a_tokenizer_is_loaded_without_recipes_or_runs():
     assert own_rooms(loaded_by("pkmlm.data.tokenizer")) == {"console", "data", "errors", "files"}
 
 
+def test_a_model_that_is_not_compiled_loads_no_compiler():
+    assert "torch._dynamo" not in loaded_by("pkmlm.train.run, pkmlm.evaluate.evaluation, pkmlm.evaluate.generate")
+
+
 LIBRARY = ["UsageCounters", "RowAdam", "ProductKeyMemory", "FlatKeyMemory", "PEER", "HashLayer"]
 LIBRARY += ["NGramMemory", "TokenMemory"]
 COUNT_LOADED = """
