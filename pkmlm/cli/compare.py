@@ -73,8 +73,7 @@ def command(
       pkmlm compare runs/a runs/b --name runs/a=dense --format latex > table.tex
       pkmlm compare runs/* --format csv > runs.csv
     """
-    from pkmlm.report.compare import comparable_with_dense, compare_runs
-    from pkmlm.report.dense_equivalent import dense_equivalents
+    from pkmlm.report.compare import compare_runs
     from pkmlm.report.tables import compare_rows, compare_tables
 
     out.refuse_plots(force)
@@ -88,11 +87,7 @@ def command(
             for each in over:
                 if equal := comparison.at_equal(each, step_amounts(each, comparison.runs, say)):
                     equals.append(equal)
-    sizes = dense_equivalents(comparable_with_dense(comparison.groups)[1], over)
     record: dict[str, Any] = {"runs": comparison.facts, "groups": [group.as_json() for group in comparison.groups]}
-    for group in record["groups"]:
-        if equivalents := sizes.get(group["name"]):
-            group["dense_equivalent"] = {by: size.as_json() for by, size in equivalents.items()}
     if equals:
         record["equal"] = {each.over: each.as_json() for each in equals}
 
@@ -101,6 +96,6 @@ def command(
 
         return draw_comparison(folder, comparison, over or ("steps",), look, plot_log, panels or OVER_TOKENS)
 
-    tables, rows = compare_tables(comparison.groups, equals, sizes), compare_rows(comparison.groups, sizes)
+    tables, rows = compare_tables(comparison.groups, equals), compare_rows(comparison.groups)
     out.show(record, tables, csv=rows, draw=draw)
     return 1 if comparison.damaged else 0

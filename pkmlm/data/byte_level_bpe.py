@@ -18,7 +18,7 @@ from pkmlm.errors import UserError
 from pkmlm.files import check_json
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what tokenizers call the end of a text
-HINT = "use a byte-level BPE such as GPT-2's, or leave out --tokenizer to learn one"
+HINT = "a tokenizer.json must be a byte-level BPE, such as GPT-2's"
 SENTENCEPIECE_HINT = "it was made of a SentencePiece model: give that model, mostly a file called tokenizer.model"
 # How vocabularies write bytes: those that are printable in Latin-1 as that character, the others as U+0100, U+0101, ...
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -30,13 +30,15 @@ def card_of(
     model = recipe.model
     length = min(40, model.context // 2)  # the model sees no further than its context
     source = recipe.train.init_from
-    start = f", from the weights of {printable(Path(source).name)}, whose own training is not counted" if source else ""
+    weights = f", from the weights of {printable(Path(source).name)}, whose own training is not counted" if source else ""
     tables = f", tables in {table_bits} bits with one scale per row (scored before rounding)" if table_bits else ""
     facts = [
         f"- {parameters:,} parameters in {dtype}{tables}; {model.layers} layers of width {model.dim}, "
         f"{model.heads} attention heads, a context of {model.context:,} tokens",
         *described(model),
-        f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps){start}",
+        f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps){weights}"
+        if origin.step
+        else "- imported, and not trained further",
         *(
             f"- {scored}: {found['bits_per_byte']:.4f} bits per byte, perplexity {found['token_ppl']:,.2f} per token"
             for scored, found in scores.items()
@@ -50,7 +52,7 @@ pipeline_tag: text-generation
 
 # {printable(origin.run)}
 
-A language model trained with pkmlm.
+A language model, exported with pkmlm.
 
 {chr(10).join(facts)}
 

@@ -36,8 +36,9 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
     Args:
         path: a YAML file, or the name of an installed recipe ("demo"). A `base: other.yaml` in it, relative to its
-            folder, is read first; mappings are merged, everything else is replaced. A relative `data.dir` is looked for
-            in the working directory, then in the folder of the file that names it.
+            folder, is read first; mappings are merged, everything else is replaced. A relative `data.dir`,
+            `train.init_from` or `finetune.background` is looked for in the working directory, then in the folder of the
+            file that names it.
         overrides: `key=value` with a dotted key; the value is a scalar or a list ([3, 5]); the last wins.
 
     Raises:
@@ -57,22 +58,23 @@ def recipe_of(tree: Node, overrides: Iterable[str] = ()) -> Recipe:
     recipe: Recipe = bind(tree, Recipe, "", places)
     for section, key in (("train", "init_from"), ("finetune", "background")):
         part = getattr(recipe, section)
-        if path := getattr(part, key):  # no shell expands ~ in a recipe or after -s
-            recipe = replace(recipe, **{section: replace(part, **{key: os.path.expanduser(path)})})
-    if folders := tuple(found_folder(folder, places["data.dir"]) for folder in recipe.data.folders):
+        if path := getattr(part, key):
+            found = found_path(path, places[f"{section}.{key}"])
+            recipe = replace(recipe, **{section: replace(part, **{key: found})})
+    if folders := tuple(found_path(folder, places["data.dir"]) for folder in recipe.data.folders):
         dir = folders[0] if isinstance(recipe.data.dir, str) else folders
         recipe = replace(recipe, data=replace(recipe.data, dir=dir))
     return check_recipe(recipe, places)
 
 
-def found_folder(folder: str, place: str) -> str:
-    """A folder of `data.dir`, which stands at `place`; next to that file, if it is only there."""
-    folder = os.path.expanduser(folder)
-    if folder and not os.path.exists(folder) and not place.startswith("-s "):
-        beside = os.path.join(os.path.dirname(place.rsplit(":", 2)[0]), folder)
+def found_path(path: str, place: str) -> str:
+    """A path that a recipe names at `place`; next to that file, if it is only there."""
+    path = os.path.expanduser(path)  # no shell does in a recipe or after -s
+    if path and not os.path.exists(path) and not place.startswith("-s "):
+        beside = os.path.join(os.path.dirname(place.rsplit(":", 2)[0]), path)
         if os.path.exists(beside):
             return beside
-    return folder
+    return path
 
 
 def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") -> Node:

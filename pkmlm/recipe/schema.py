@@ -224,8 +224,8 @@ class Train:
     seed: int = key(1, "seed of initial weights, data order and dropout", ge=0, le=2**63 - 1)
     init_from: str | None = key(
         None,
-        "start from the weights of another run (its best checkpoint, else its latest); modules that it lacks start "
-        "from initial weights (an untied head from the embedding)",
+        "start from the weights of another run (its best checkpoint, else its latest), in the working directory or next "
+        "to the recipe; modules that it lacks start from initial weights (an untied head from the embedding)",
     )
     only: Literal["all", "memories", "values", "gates"] = key(
         "all",
@@ -242,7 +242,7 @@ class Finetune:
     )
     top: Size = key(500, "slots of each table that a step may change")
     background: str | None = key(
-        None, "file of `pkmlm usage-report --background`, which tfidf and kl need; in the working directory"
+        None, "file of `pkmlm usage-report --background`, which tfidf and kl need; found like train.init_from"
     )
 
 

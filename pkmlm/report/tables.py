@@ -13,7 +13,6 @@ from pkmlm.console import SHARE, Column, Table, number
 from pkmlm.errors import printable
 from pkmlm.memory.address import memory_label
 from pkmlm.report.compare import Group, flat_facts, shared_tasks
-from pkmlm.report.dense_equivalent import Equivalent
 from pkmlm.report.equal import Equal
 from pkmlm.report.metrics import EVENNESS, FLOORED, METRICS
 from pkmlm.runs.results import average_accuracy
@@ -122,14 +121,11 @@ def background_table(record: Entry) -> Table:
     return Table(f"{title}: {printable(where)}", columns, rows)
 
 
-def compare_tables(
-    groups: Sequence[Group], equals: Sequence[Equal], sizes: Mapping[str, Mapping[str, Equivalent]]
-) -> list[Table]:
+def compare_tables(groups: Sequence[Group], equals: Sequence[Equal]) -> list[Table]:
     """The tables of a comparison, with one row per group of runs; tables without a single value are left out.
 
     Args:
         equals: the points at which runs are compared; their facts are among those of the runs.
-        sizes: of `dense_equivalents`.
     """
     runs = [run for group in groups for run in group.runs]
     seeds = [number("Seeds")] if len(groups) < len(runs) else []
@@ -159,7 +155,7 @@ def compare_tables(
     ):
         rows = [[*start(group), *_cells(group, shown)] for group in groups]
         tables.append(noted(title, [Column("Run"), *seeds, *shown.values()], rows, note))
-    tables += [equal_table(groups, equal) for equal in equals] + equivalent_tables(groups, sizes)
+    tables += [equal_table(groups, equal) for equal in equals]
 
     names = list(dict.fromkeys(name for run in runs for name in run["tasks"]))
     step, shared = at_step("tasks_step"), shared_tasks(runs)
@@ -232,19 +228,6 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
     return noted(title, [Column("Run"), *shown.values()], rows, *notes)
 
 
-def equivalent_tables(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> list[Table]:
-    """The dense-equivalent sizes, one row per group and loss; no table if there are none."""
-    columns = [Column("Run"), Column("By"), METRICS["total"].column, *numbers("{}", "Size", "from", "to")]
-    rows = [
-        [group.name, by.replace("_", " "), group.runs[0]["total"], *size.texts()]
-        for group in groups
-        for by, size in sizes.get(group.name, {}).items()
-    ]
-    title = "Dense-equivalent size: parameters of a dense model of the same loss"
-    note = "on the line through the two nearest dense runs, both axes logarithms; from, to: by the seeds"
-    return [Table(title, columns, rows, note)] if rows else []
-
-
 def _cells(group: Group, columns: Mapping[str, Column]) -> list[Any]:
     """The cells of a group's row, for columns that are named by their facts."""
     return [_cell((run[key] for run in group.runs), column) for key, column in columns.items()]
@@ -272,14 +255,10 @@ def with_spread(values: Sequence[float], format: str) -> str | None:
     return f"{text} +-{format.format(stdev(values))}" if len(set(values)) > 1 else text
 
 
-def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> Table:
+def compare_rows(groups: Sequence[Group]) -> Table:
     """One row per group of runs, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories; for
     several seeds, the means. A number in which seeds differ also has a column of spreads, and one that not all seeds
-    have a column that says how many do. Dense-equivalent sizes come last, as dense_equivalent_BY_KEY with the keys of
-    `Equivalent.as_json`.
-
-    Args:
-        sizes: of `dense_equivalents`.
+    have a column that says how many do.
     """
     records = []
     for group in groups:
@@ -288,14 +267,9 @@ def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equiv
         found = group.as_json()
         spreads = {f"{key}_spread": deviation for key, deviation in found["spread"].items() if key not in alike}
         spreads |= {f"{key}_n": count for key, count in found["n"].items()}
-        equivalents = {
-            f"dense_equivalent_{by}_{key}": value
-            for by, size in sizes.get(group.name, {}).items()
-            for key, value in size.as_json().items()
-        }
         statuses = dict.fromkeys(run["status"] for run in group.runs if run["status"])
         own = {"run": group.name, "seeds": len(group.runs), "status": ", ".join(statuses) or None}
-        records.append(found["mean"] | alike | spreads | own | equivalents)
+        records.append(found["mean"] | alike | spreads | own)
     order = [key for group in groups for run in group.runs for key in flat_facts(run)]
     columns = dict.fromkeys(key for name in ("run", "seeds", *order) for key in (name, f"{name}_spread", f"{name}_n"))
     columns |= dict.fromkeys(key for record in records for key in record)

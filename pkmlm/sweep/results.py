@@ -18,11 +18,10 @@ from pkmlm.environment import source_commit, source_sha256
 from pkmlm.errors import UserError
 from pkmlm.files import make_folder, read_json, write_json, write_text
 from pkmlm.recipe.schema import recipe_sha256
-from pkmlm.report.compare import Comparison, Group, comparable_with_dense
-from pkmlm.report.dense_equivalent import Equivalent, dense_equivalents
+from pkmlm.report.compare import Comparison, Group
 from pkmlm.report.equal import Equal
 from pkmlm.report.metrics import FLOORED, MEASURES
-from pkmlm.report.tables import equal_table, equivalent_tables, with_spread
+from pkmlm.report.tables import equal_table, with_spread
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import SweepTimings, Timed
 from pkmlm.sweep.cells import Cell, CellOutcome, Cells, Place, best, finished
@@ -162,14 +161,6 @@ class Results:
         facts = {run["run"]: run for group in groups for run in group.runs}
         return Comparison({name: RunDirectory(runs / name) for name in facts}, list(facts.values()), groups, [])
 
-    def equivalents(self) -> dict[str, dict[str, Equivalent]]:
-        """`dense_equivalents` of the runs that count, among those of an equal budget on the same tokens."""
-        found: dict[str, dict[str, Equivalent]] = {}
-        for points in self.by_budget():
-            groups = self.groups(points)
-            found |= dense_equivalents(comparable_with_dense(groups)[1], self.grid.over)
-        return found
-
     def by_budget(self) -> list[list[Point]]:
         """The points, apart for each value of `equal`."""
         if not self.grid.equal:
@@ -230,9 +221,6 @@ class Results:
             "verdicts": [asdict(each) for each in self.verdicts()],
             "cells": [cell_json(self.grid, outcome, trainers) for outcome in self.in_order()],
             "equal": {each.over: each.as_json() for each in self.equals},
-            "dense_equivalent": {
-                name: {by: size.as_json() for by, size in sizes.items()} for name, sizes in self.equivalents().items()
-            },
             "speed": list(self.speeds.values()),
         }
 
@@ -247,7 +235,6 @@ class Results:
         if self.grid.tune and len(self.grid.tune.values) > 1:
             found.append(self._tuning(self.grid.tune))
         found += [equal_table(self.groups(), equal) for equal in self.equals]
-        found += equivalent_tables(self.groups(), self.equivalents())
         verdicts = self.verdicts()
         if verdicts:
             columns = [Column("Claim or measure"), number("holds")]

@@ -23,8 +23,7 @@ from pkmlm.files import write_json
 from pkmlm.memory.address import entry_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import recipe_sha256
-from pkmlm.report.compare import Group, comparable_with_dense, compare_runs, timed_side_by_side
-from pkmlm.report.dense_equivalent import dense_equivalents
+from pkmlm.report.compare import comparable_with_dense, compare_runs, timed_side_by_side
 from pkmlm.report.equal import at_equal
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, checkpoint_digest
@@ -614,66 +613,6 @@ def test_times_that_cannot_be_kept_are_still_told(trained, tmp_path: Path) -> No
     done = pkmlm("compare", run, "--over", "seconds")
     assert "At equal seconds" in done.stdout
     assert "not kept" in done.stderr
-
-
-def test_dense_equivalent_sizes(tmp_path: Path) -> None:
-    def of_size(name: str, size: int, *ppls: float, dense: bool = True) -> list[Path]:
-        settings = (f"name={name}", *["model.memories=null"] * dense)
-        return [
-            make(tmp_path / f"{name}-{number}", *settings, f"train.seed={number}", ppl=ppl, size=(size, 0))
-            for number, ppl in enumerate(ppls)
-        ]
-
-    def sizes(*runs: Path) -> dict[str, Any]:
-        groups = json.loads(pkmlm("compare", *runs, "--format", "json").stdout)["groups"]
-        return {group["name"]: group["dense_equivalent"] for group in groups if "dense_equivalent" in group}
-
-    two = [*of_size("s", 10_000, 100.0, 96.0), *of_size("m", 20_000, 60.0)]
-    memory = of_size("memory", 10_500, 82.0, 78.0, dense=False)
-    assert sizes(*two, *memory) == {}, "two sizes are no curve"
-    dense = [*two, *of_size("l", 40_000, 40.0), *of_size("worse", 80_000, 41.0)]
-    found = sizes(*dense, *memory)["memory-{0,1}"]["test"]
-    useless = [*two, *of_size("none", 50_000, 61.0)]
-    assert sizes(*useless, *memory) == {}, "nor is a third that is no better"
-    # By hand, in another form: N is proportional to L^-a between the two sizes.
-    small, large = (math.log(100) + math.log(96)) / 2, math.log(60)
-    a = math.log(20_000 / 10_000) / math.log(small / large)
-    mean = (math.log(82) + math.log(78)) / 2
-    assert found["parameters"] == pytest.approx(10_000 * (small / mean) ** a)
-    assert found["low"] < found["parameters"] < found["high"]
-    best = math.log(96)
-    b = math.log(20_000 / 10_000) / math.log(best / large)
-    assert found["low"] == pytest.approx(10_000 * (best / math.log(82)) ** b), "its worst, against their best"
-    text = pkmlm("compare", *dense, *memory).stdout
-    assert f"{found['parameters']:,.0f}" in text
-    assert f"{found['parameters']:,.0f}" in pkmlm("compare", *dense, *memory, "--format", "latex").stdout
-    *_, row = csv.DictReader(io.StringIO(pkmlm("compare", *dense, *memory, "--format", "csv").stdout))
-    assert float(row["dense_equivalent_test_parameters"]) == found["parameters"]
-    # Nothing beyond the largest that is of use, nor below the smallest.
-    over, under = of_size("over", 1, 39.0, dense=False), of_size("under", 1, 101.0, dense=False)
-    assert sizes(*dense, *over)["over-0"]["test"] == {
-        "parameters": None, "low": None, "high": None, "more_than": 40_000, "less_than": None,
-        "high_more_than": 40_000, "low_less_than": None,
-    }  # fmt: skip
-    assert sizes(*dense, *under)["under-0"]["test"]["less_than"] == 10_000
-    assert "> 40,000" in pkmlm("compare", *dense, *over).stdout
-    # Seeds of which one would leave out another size than the others: the range still holds the size.
-    mixed = [*of_size("a", 1_000, 148.4, 148.4), *of_size("b", 2_000, 134.3, 181.3)]
-    mixed += [*of_size("c", 4_000, 54.6, 54.6), *of_size("d", 8_000, 50.0)]
-    between = sizes(*mixed, *of_size("between", 1, 134.3, dense=False))["between-0"]["test"]
-    assert between["low"] <= between["parameters"] <= between["high"]
-
-
-def test_of_dense_runs_of_one_size_validation_chooses() -> None:
-    def group(name: str, size: int, valid: float, test: float, kind: str = "dense") -> Group:
-        facts = {"kind": kind, "total": size, "valid_loss": valid, "test_token_ppl": math.exp(test)}
-        return Group(name, [facts])
-
-    others = [group("s", 1_000, 5.0, 5.0), group("l", 4_000, 4.0, 4.0), group("memory", 9, 4.4, 4.55, "product-key")]
-    chosen, other = group("a", 2_000, 4.5, 4.6), group("b", 2_000, 4.55, 4.5)
-    expected = dense_equivalents([chosen, *others])["memory"]["test"]
-    for both in ([chosen, other], [other, chosen]):
-        assert dense_equivalents([*both, *others])["memory"]["test"] == expected
 
 
 def test_torch_is_not_needed(run: Path) -> None:

@@ -112,6 +112,7 @@ def test_an_imported_model_is_exported_as_what_it_was(kind, saved, tmp_path):
     pkmlm("import", folder, "-o", tmp_path / "run")
     assert type(theirs).__name__ in pkmlm("export", tmp_path / "run", "-o", tmp_path / "back").stdout
     assert not list((tmp_path / "back").glob("*.py"))
+    assert " 0 tokens" not in (tmp_path / "back/README.md").read_text()
     back, tokens = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back"), random_tokens()
     assert type(back) is type(theirs)
     torch.testing.assert_close(logits_of(back, tokens), logits_of(theirs, tokens), rtol=0, atol=2e-6)

@@ -4,8 +4,6 @@ import math
 
 import pytest
 
-from pkmlm.report.compare import Group
-from pkmlm.report.dense_equivalent import dense_equivalents
 from pkmlm.report.equal import at_equal
 
 
@@ -37,28 +35,3 @@ def test_losses_at_equal_amounts_by_hand():
     equal = at_equal("operations", {"short": 3.0, "long": 2.4, "late": 1.0, "none": 1.0}, runs)
     assert equal.facts["long"]["equal_operations_valid_bits_per_byte"] == pytest.approx(4.25 / 2)
     assert at_equal("tokens", {"none": 1.0}, {"none": []}) is None
-
-
-def of(name, size, *ppls, kind="dense", key="test_token_ppl"):
-    return Group(name, [{"run": f"{name}-{n}", "kind": kind, "total": size, key: ppl} for n, ppl in enumerate(ppls)])
-
-
-def test_dense_equivalents_by_hand():
-    """N is proportional to L^-a between two sizes; the range is from worst against best to best against worst."""
-    dense = [of("s", 10_000, 100.0, 96.0), of("m", 20_000, 60.0), of("l", 40_000, 40.0)]
-    left_out = [of("worse", 80_000, 41.0), of("twin", 20_000, 70.0), of("part", 15_000, 50.0, None)]
-    memory = of("memory", 1, 82.0, 78.0, kind="product-key")
-    (found,) = dense_equivalents([*dense, *left_out, memory])["memory"].values()
-
-    def size(small, loss):
-        return 10_000 * 2 ** (math.log(small / loss) / math.log(small / math.log(60)))
-
-    mean = (math.log(82) + math.log(78)) / 2
-    assert found.parameters == pytest.approx(size((math.log(100) + math.log(96)) / 2, mean))
-    assert found.low == pytest.approx(size(math.log(96), math.log(82)))
-    assert found.high == pytest.approx(size(math.log(100), math.log(78)))
-    assert (found.smallest, found.largest) == (10_000, 40_000)
-    for by, key in (("valid", "valid_token_ppl"), ("equal_tokens", "equal_tokens_valid_token_ppl")):
-        groups = [of(str(n), n, ppl, key=key) for n, ppl in ((1, 9.0), (2, 8.0), (3, 7.0))]
-        other = dense_equivalents([*groups, of("memory", 1, 8.0, kind="peer", key=key)], ["tokens"])
-        assert other == {"memory": {by: (pytest.approx(2), None, None, 1, 3)}}

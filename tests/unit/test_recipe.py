@@ -661,6 +661,18 @@ def test_a_home_folder_is_found(recipe_file: Path, monkeypatch: pytest.MonkeyPat
     assert load_recipe(heir).model == load_recipe(recipe_file).model
 
 
+def test_what_is_not_in_the_working_directory_may_be_next_to_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipes/kept").mkdir(parents=True)
+    (tmp_path / "recipes/kept.npz").touch()
+    keys = "data: {dir: kept}\ntrain: {init_from: kept}\nfinetune: {background: kept.npz}\n"
+    (tmp_path / "recipes/my.yaml").write_text(keys)
+    beside = str(tmp_path / "recipes/kept")
+    for overrides, found in (([], beside), (["data.dir=kept", "train.init_from=kept"], "kept")):
+        recipe = load_recipe(tmp_path / "recipes/my.yaml", overrides)
+        assert (recipe.data.dir, recipe.train.init_from) == (found, found)
+        assert recipe.finetune.background == f"{beside}.npz"
+
+
 def test_a_long_chain_of_bases_and_a_deep_override_are_refused_in_one_line(tmp_path: Path) -> None:
     def chain(length: int) -> Path:
         for number in range(length):
