@@ -112,7 +112,7 @@ METRICS: dict[str, Metric] = {
     ),
     "seconds": Metric("seconds", "sec ~", WHOLE, "training (seconds)", "train", "train s", TENTHS),
     "step": Metric("step", "Steps", WHOLE, "steps of training"),
-    "tokens": Metric("tokens", "Tokens", WHOLE, "tokens that were read"),
+    "tokens": Metric("tokens", "Tokens", WHOLE, "training (million tokens)", "train", "M tokens", TWO, 1e-6),
     "tokens_per_second": Metric("tokens_per_second", "Tokens/s ~", WHOLE, "training (tokens per second)"),
     "lr": Metric("lr", "lr", "{:g}", "learning rate", "train"),
     "dim": Metric("dim", "dim", WHOLE, "width", "train"),

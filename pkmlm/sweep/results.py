@@ -29,7 +29,7 @@ from pkmlm.sweep.grid import Grid, Point, Tune, assignments
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
 NAMES = ("memory", "layer", "kind", "part")  # what an entry of a usage report begins with
-COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # shown beside every perplexity
+COSTS = ("dense", "memory", "operations", "bytes", "tokens", "seconds")  # shown beside every perplexity
 
 
 @dataclass
@@ -229,7 +229,7 @@ class Results:
         some = self.grid.trains and self.ended < len(self.cells)
         so_far = f": {self.ended} of {len(self.cells)} runs" if some else ""
         found = [self._points(self.grid.title + so_far, self.grid.measure)]
-        costs = [name for name in COSTS if name not in self.grid.measure]
+        costs = [name for name in COSTS if name not in self.grid.measure and (name != "tokens" or self.grid.equal)]
         if self.grid.trains and costs:
             found.append(self._points("What each takes", costs))
         if self.grid.tune and len(self.grid.tune.values) > 1:
@@ -269,7 +269,7 @@ class Results:
         columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations)]
         title = f"{grid.title}: {len(self.cells) if grid.trains else 'no'} runs"
         if grid.trains:
-            columns += [number("steps"), millions("M tokens", all_tokens), number("runs")]
+            columns += [number("steps"), millions(MEASURES["tokens"].heading, all_tokens), number("runs")]
         if seconds:
             columns.append(number("hours", "{:,.2f}"))
             title += f", {all_hours:,.1f} hours of training here, one after the other"
@@ -321,8 +321,9 @@ class Results:
             row: list[Any] = list(point)
             for cell in self.cells.tuning(point):
                 outcome = self.outcomes.get(cell.name)
-                measured = outcome is not None and outcome.status == "measured"
-                row.append(outcome and (outcome.facts.get("valid_loss") if measured else outcome.status))
+                status = outcome.status if outcome else "stopped"
+                shown = {"measured": outcome and outcome.facts.get("valid_loss"), "stopped": None}
+                row.append(shown.get(status, status))
             winner = self.winner(point)
             at_edge = winner and winner.cell.tuned in (tune.values[0], tune.values[-1])
             rows.append([*row, "yes" if at_edge else None])

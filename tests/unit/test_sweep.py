@@ -504,6 +504,7 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     results.add(CellOutcome(third, "stopped", {}))
     assert results.values("perplexity", P[0]) == ()
     assert results.tables()[0].title == "Size and norm: 2 of 20 runs"
+    assert results.tables()[2].rows[0][2:] == [5.0, 5.0, None, None], "perhaps it never began"
     results.add(measured_by_hand(third, {"valid_loss": 6.0}))
     assert results.values("perplexity", P[0]) == (9.0,)
     assert results.tables()[0].rows[0][2:5] == ["1e-3", "1/2", "9.00"]
@@ -665,6 +666,7 @@ paper: {perplexity: [9.0, 8.0, 7.0, 6.0], bits_per_byte: [4.0, 3.0, 2.0, 1.0]}
     ]
     shown = [each.row()[1] for each in other.verdicts()]
     assert shown == ["4 not comparable: other tokenizers", "+1.00"] * 2
+    assert "M tokens" in [column.name for column in same.tables()[1].columns], "which differ at equal operations"
     notes = [results.tables()[0].note for results in (same, other)]
     assert notes[0] == ""
     assert "ppl" in notes[1]
