@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     "--batch-size", **COUNT, help="Questions per forward pass. Default: by their length; halved if memory runs out."
 )
 @click.option(
-    "--log-samples", type=PATH, metavar="FILE", help="Write the requests and scores of each document, as JSON lines."
+    "--log-samples",
+    type=PATH,
+    metavar="FILE",
+    help="Write each answer, or the requests and scores of each document of a task, as JSON lines.",
 )
 @base_option
 @force_option
@@ -80,7 +83,7 @@ def command(
       pkmlm eval runs/demo --step best --json
       pkmlm eval copied/demo --data moved/tokens
       pkmlm eval runs/demo --tasks piqa,arc_easy --task-data tasks
-      pkmlm eval runs/facts --split valid --answers
+      pkmlm eval runs/facts --split valid --answers --log-samples answers.jsonl
       pkmlm eval attached --base gpt2 --text my.txt
       pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
@@ -92,9 +95,11 @@ def command(
 
     with init_distributed() as world, world.errors_on_rank_zero():
         if options["tasks"] is None:
-            for name, value in {**options, "log_samples": log_samples}.items():
+            for name, value in options.items():
                 if value is not None:
                     raise UserError(f"--{name.replace('_', '-')} requires --tasks")
+            if log_samples is not None and not answers:
+                raise UserError("--log-samples requires --tasks or --answers")
         elif stride is not None and not choice.explicit:
             raise UserError("--stride requires a perplexity", "with --tasks, also give --split or --text")
         if answers and (choice.text is not None or (options["tasks"] is not None and not choice.explicit)):

@@ -1,8 +1,7 @@
 """Answers that a model gives to the prompts of a split, compared with those that the split has."""
 
 from collections.abc import Callable
-
-import torch
+from typing import Any
 
 from pkmlm.data.corpus import Corpus
 from pkmlm.distributed import World
@@ -29,7 +28,9 @@ def corpus_of_answers(run: LoadedRun, choice: TextChoice) -> Corpus:
     return corpus
 
 
-def score_answers(run: LoadedRun, corpus: Corpus, advance: Callable[[int], object], world: World) -> dict[str, float]:
+def score_answers(
+    run: LoadedRun, corpus: Corpus, advance: Callable[[int], object], world: World
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Continue every prompt with the most likely tokens until the document ends, and compare the text with the answer;
     white space around both does not count.
 
@@ -38,16 +39,22 @@ def score_answers(run: LoadedRun, corpus: Corpus, advance: Callable[[int], objec
         world: ranks that take turns at the prompts.
 
     Returns:
-        "n" answers, and the share that is exactly right, "exact_match".
+        "n" answers, and the share that is exactly right, "exact_match"; and a sample of each: the number of its
+        document, "prompt", right "answer", "given" answer, and whether that is an "exact_match".
     """
-    tokenizer, right = run.tokenizer, 0
+    tokenizer = run.tokenizer
+    samples: list[dict[str, Any]] = []
     lengths = corpus.answer_lengths(0, corpus.documents)
     for i in range(world.rank, corpus.documents, world.size):
         ids, length = corpus.document(i).tolist(), int(lengths[i]) - 1
         prompt, answer = [run.prefix, *ids[: len(ids) - length]], ids[len(ids) - length :]
         drawn = generate(run.model, prompt, Sampling(temperature=0), 2 * length + ROOM, tokenizer.size)
-        found = "".join(stream_text(tokenizer, prompt, drawn))
-        right += found.strip() == tokenizer.decode(answer).strip()
+        asked, right = (tokenizer.decode(part) for part in (ids[: len(ids) - length], answer))
+        given = "".join(stream_text(tokenizer, prompt, drawn))
+        sample = {"document": i, "prompt": asked, "answer": right, "given": given}
+        samples.append(sample | {"exact_match": given.strip() == right.strip()})
         advance(int(lengths[: i + 1].sum()) - i - 1)
-    total = int(world.all_sum(torch.tensor(right)))
-    return {"n": corpus.documents, "exact_match": total / corpus.documents}
+    gathered = (sample for of_rank in world.gather_objects(samples) for sample in of_rank)
+    samples = sorted(gathered, key=lambda sample: int(sample["document"]))
+    right_ones = sum(sample["exact_match"] for sample in samples)
+    return {"n": len(samples), "exact_match": right_ones / len(samples)}, samples

@@ -25,7 +25,7 @@ class Evaluation:
     Attributes:
         stride: as requested, see `score`.
         record: what `pkmlm eval --json` prints.
-        samples: those of the tasks, see `score_tasks`.
+        samples: those of answers and of tasks, see `score_answers` and `score_tasks`.
         warnings: about what may make the results misleading.
     """
 
@@ -114,14 +114,14 @@ def evaluate_run(
         warnings += documents.warnings
         if prompts is not None:
             with token_progress("answering", documents.tokens, quiet) as advance:
-                said = score_answers(run, prompts, advance, world)
-            record |= {"answers": said}
+                record["answers"], samples = score_answers(run, prompts, advance, world)
         if tasks is not None and world.rank == 0:  # the tasks may fail, or be stopped, after hours
             Evaluation(run, choice, stride, record, samples, warnings).keep()
     if tasks is not None:
         with token_progress("scoring", 0, quiet) as advance:
-            scored, samples = score_tasks(run, loaded, limit=limit, batch_size=batch_size, advance=advance)
+            scored, of_tasks = score_tasks(run, loaded, limit=limit, batch_size=batch_size, advance=advance)
         record |= scored
+        samples += of_tasks
         for name, facts in record["tasks"].items():
             if 2 * facts["truncated"] > facts["requests"]:
                 warnings.append(

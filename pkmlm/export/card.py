@@ -30,7 +30,9 @@ def card_of(
     model = recipe.model
     length = min(40, model.context // 2)  # the model sees no further than its context
     source = recipe.train.init_from
-    weights = f", from the weights of {printable(Path(source).name)}, whose own training is not counted" if source else ""
+    weights = ""
+    if source:
+        weights = f", from the weights of {printable(Path(source).name)}, whose own training is not counted"
     tables = f", tables in {table_bits} bits with one scale per row (scored before rounding)" if table_bits else ""
     facts = [
         f"- {parameters:,} parameters in {dtype}{tables}; {model.layers} layers of width {model.dim}, "

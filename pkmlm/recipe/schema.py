@@ -224,8 +224,8 @@ class Train:
     seed: int = key(1, "seed of initial weights, data order and dropout", ge=0, le=2**63 - 1)
     init_from: str | None = key(
         None,
-        "start from the weights of another run (its best checkpoint, else its latest), in the working directory or next "
-        "to the recipe; modules that it lacks start from initial weights (an untied head from the embedding)",
+        "start from the weights of another run (its best checkpoint, else its latest), in the working directory or "
+        "next to the recipe; modules that it lacks start from initial weights (an untied head from the embedding)",
     )
     only: Literal["all", "memories", "values", "gates"] = key(
         "all",

@@ -145,7 +145,12 @@ def test_answers_are_learnt_scored_and_counted(facts, write_recipe, tmp_path):
     assert found["nll"] == pytest.approx(nll, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nll / found["bytes"] / math.log(2), rel=1e-5)
     assert record["answers"] == {"n": len(ROWS), "exact_match": 1.0}  # it has learnt them
-    assert "100.0%" in pkmlm("eval", run, "--split", "valid", "--answers").stdout
+    samples = tmp_path / "samples.jsonl"
+    assert "100.0%" in pkmlm("eval", run, "--split", "valid", "--answers", "--log-samples", samples).stdout
+    said = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [(each["prompt"], each["answer"], each["given"]) for each in said] == [
+        (row["q"], row["a"], row["a"]) for row in ROWS
+    ]
 
 
 def test_tables_and_wrong_rows(facts, tmp_path):
@@ -202,8 +207,13 @@ def test_what_cannot_be_answered_is_told_at_once(facts, tokens, write_recipe, tm
     pkmlm("train", write_recipe(tmp_path, "dense"), "-o", plain, *given(*keys), "-q")
     asked = pkmlm("eval", plain, "--answers", code=2)
     assert (asked.stdout, "has no answers" in asked.stderr) == ("", True)
-    asked = pkmlm("eval", plain, "--data", facts, "--split", "valid", "--answers", "--json")  # before it is taught
-    assert json.loads(asked.stdout)["answers"]["n"] == len(ROWS)
+    untaught = ["--data", facts, "--split", "valid", "--answers", "--log-samples", tmp_path / "untaught.jsonl"]
+    asked = pkmlm("eval", plain, *untaught, "--json")
+    assert json.loads(asked.stdout)["answers"] == {"n": len(ROWS), "exact_match": 0.0}
+    for row, line in zip(ROWS, (tmp_path / "untaught.jsonl").read_text().splitlines(), strict=True):
+        said = json.loads(line)
+        assert (said["prompt"], said["answer"], said["exact_match"]) == (row["q"], row["a"], False)
+        assert said["given"] != row["a"]
     assert "not those that run plain was trained on" in asked.stderr
     keys += [f"data.dir={facts}", "model.attention=cosformer"]
     pkmlm("train", write_recipe(tmp_path, "dense"), "-o", linear, *given(*keys), "-q")
