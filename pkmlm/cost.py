@@ -60,7 +60,6 @@ class BlockCost:
         parts: what it is made of, in order: "attention", "ffn", and the memories by name.
         dense: parameters that are not in tables.
         matrices: those of attention's and the FFN's maps, which Muon may train.
-        keys: dense parameters that are keys of memories; with `parallel.shard`, each rank keeps all of them.
         tables: in the order in which the block reads them.
         flops_without_attention: of its maps, keys and tables, over one sequence.
         attention_flops: of attention's own products, over one sequence.
@@ -74,7 +73,6 @@ class BlockCost:
     parts: tuple[str, ...]
     dense: int
     matrices: int
-    keys: int
     tables: tuple[TableCost, ...]
     flops_without_attention: int
     attention_flops: int
@@ -231,7 +229,6 @@ def count_block(recipe: Recipe, vocab_size: int, layer: int, pools: Mapping[str,
         dense=sum(parameter.numel() for parameter in block.parameters())
         - sum(table.parameters for table in tables if table.layers == 1),
         matrices=sum(block.get_parameter(name).numel() for name in matrices_of(block)),
-        keys=sum(keys.numel() for memory in found for keys in memory.key_parameters()),
         tables=tuple(tables),
         flops_without_attention=s * (maps + sum(memory.flops_per_token() for memory in found)),
         attention_flops=attention_flops(model),
@@ -401,19 +398,13 @@ def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, t
     return min(table.layers * tokens * token_bytes, sums + table_ranks * micro_batch_tokens * token_bytes)
 
 
-def shardable(cost: Cost) -> tuple[int, int]:
-    """How many dense parameters `parallel.shard` divides among all ranks: in blocks, and outside of them."""
-    in_blocks = sum(block.dense for block in cost.blocks)
-    return in_blocks - sum(block.keys for block in cost.blocks), cost.dense - in_blocks
-
-
-def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:
-    """`Cost.training` for a rank that holds one of `table_ranks` parts of the tables' columns.
+def bytes_held(recipe: Recipe, cost: Cost) -> dict[str, int]:
+    """`Cost.training` for a rank of those that divide the tables' columns (`parallel.memory`).
 
     Each rank keeps the reads of the global batch, and its own columns of the gradient of their outputs; in a forward it
-    also holds the slots and weights that it reads for the others. With `parallel.shard` it holds its part of the dense
-    parameters, and all those of two blocks and of what is outside of blocks.
+    also holds the slots and weights that it reads for the others.
     """
+    table_ranks = recipe.parallel.memory
     elsewhere = cost.memory - cost.memory // table_ranks
     tokens = recipe.train.micro_batch * recipe.model.context
     weight = 6 if in_half_precision(recipe) else 4  # bytes, with the copy in half precision
@@ -424,12 +415,4 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
         held["gradients"] -= row_gradient_bytes(table, recipe.train.batch_tokens, tokens)
         held["gradients"] += row_gradient_bytes(table, recipe.train.batch_tokens, tokens, table_ranks)
     held["activations"] += tokens * (table_ranks - 1) * sum(table.layers * table.reads for table in cost.tables) * 12
-    if recipe.parallel.shard and ranks > 1:
-        in_blocks, outside = shardable(cost)
-        others = in_blocks + outside - (in_blocks + outside) // ranks
-        held["weights"] += 4 * (outside + 2 * max(block.dense for block in cost.blocks))
-        held["weights"] -= weight * others
-        if recipe.train.only == "all":
-            held["gradients"] -= 4 * others
-            held["moments"] -= 8 * others
     return held

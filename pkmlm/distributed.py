@@ -233,18 +233,8 @@ def ranks_of_machine() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def is_shard(tensor: Any) -> bool:
-    """Whether this rank holds only a part of the tensor (a DTensor)."""
-    return hasattr(tensor, "to_local")
-
-
-def local_part(tensor: Any) -> Tensor:
-    """The part of a tensor that this rank holds: all of it, if it is not divided."""
-    return tensor.to_local() if is_shard(tensor) else tensor
-
-
 def is_network_error(error: BaseException) -> bool:
-    """Whether torch reports a network failure, perhaps outside `World` (DDP and FSDP2 send by themselves)."""
+    """Whether torch reports a network failure, perhaps outside `World` (DDP sends by itself)."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 

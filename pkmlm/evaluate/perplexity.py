@@ -87,8 +87,7 @@ def score(
         watch: called before each forward pass with the positions that are scored, a bool tensor (B * T,).
         advance: called after each forward pass with the tokens scored so far; ends the evaluation by returning False.
         world: ranks that take turns at the batches, each with all documents; each gets the result, the same as that of
-            a single process. All run equally many forward passes, because ranks that shard the parameters gather them
-            together. None: this process alone.
+            a single process. None: this process alone.
 
     Returns:
         None if `advance` ended it.
@@ -106,19 +105,14 @@ def score(
         for ids, prompt in documents.with_prompts()
         for window in windows(ids, prefix, model.context, stride, prompt)
     )
-    nothing: list[Window] = []
     while group := list(itertools.islice(stream, batch)):
         tokens += sum(len(window.targets) for window in group)
-        nothing = [Window(group[0].tokens, group[0].targets[:0])]
         if len(sums) % world.size != world.rank:
             sums.append(0.0)
             continue
         sums.append(sum(float(nll.sum()) for nll in score_windows(model, group, watch)))
         if advance is not None and not advance(tokens):
             return None
-    # Ranks without a batch in the last round run an empty one: FSDP needs equally many forward passes on all.
-    if 0 < len(sums) % world.size <= world.rank:
-        score_windows(model, nothing, watch)
     total = sum(world.all_sum(torch.tensor(sums, dtype=torch.float64)).tolist())
     if not math.isfinite(total):
         raise NotFinite(f"the model's scores on {documents.name} are not finite", exit_code=1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.distributed import current_world, is_shard
+from pkmlm.distributed import current_world
 from pkmlm.errors import UserError
 from pkmlm.kernels import backend
 from pkmlm.kernels.row_gradient import RowGradient
@@ -40,7 +40,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if not isinstance(table, Values):
                 raise TypeError(f"found a {type(table).__name__} (expected tables: the `values` of a memory)")
             table.refuse_second_optimizer()  # before the first of them is changed
-            if is_shard(table.weight_KD):
+            if hasattr(table.weight_KD, "to_local"):  # a DTensor
                 raise ValueError("a table is divided among ranks (expected whole: `ignored_params` of `fully_shard`)")
         check_settings(**defaults)
         super().__init__([table.weight_KD for table in self.tables], defaults)

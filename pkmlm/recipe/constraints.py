@@ -48,14 +48,6 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
     check_training(check, recipe)
     check_finetuning(check, recipe)
     check_division(check, recipe)
-    if recipe.parallel.shard and recipe.train.compile:
-        check.fail("parallel.shard", "found true with train.compile", "one of the two", "train.compile")
-    if recipe.parallel.shard and recipe.optim.matrices == "muon":
-        check.fail(
-            "parallel.shard", "found true, but Muon needs whole matrices", "optim.matrices: adamw", "optim.matrices"
-        )
-    if recipe.parallel.shard and recipe.train.precision == "fp16":
-        check.fail("parallel.shard", "found true with train.precision fp16", "bf16 or fp32", "train.precision")
     return recipe
 
 

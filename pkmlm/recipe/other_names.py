@@ -56,7 +56,6 @@ OTHER_NAMES = {
     "checkpoint.keep": "keeplast keeplatestk savetotallimit maxtokeep",
     "log.every": "logevery loginterval loggingsteps printevery",
     "log.wandb": "wandbproject wandblog project",
-    "parallel.shard": "fsdp zero sharding",
 }
 
 

@@ -277,7 +277,6 @@ class Log:
 @dataclass(frozen=True, config=STRICT)
 class Parallel:
     memory: Size = key(1, "ranks that divide each table of values or buckets by columns; it divides the ranks")
-    shard: bool = key(False, "divide dense parameters, their gradients and moments among all ranks (FSDP2)")
 
 
 @dataclass(frozen=True, config=STRICT)

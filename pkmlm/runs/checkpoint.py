@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pkmlm.distributed import World, is_shard
+from pkmlm.distributed import World
 from pkmlm.errors import UserError, first_line
 from pkmlm.files import (
     MANIFEST,
@@ -227,13 +227,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], tables: Tables, *, stri
             if name in differences.missing:
                 continue
             if ranks is None or (not parts and ranks.size == 1):
-                value = whole.get_tensor(name)
-                if is_shard(tensor):
-                    from torch.distributed.tensor import distribute_tensor  # takes half as long as torch to import
-
-                    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-                    value = distribute_tensor(value.to(tensor.device), mesh, placements, src_data_rank=None)
-                tensor.copy_(value)
+                tensor.copy_(whole.get_tensor(name))
                 continue
             files, held = parts or [whole], tensor.shape[1]  # columns that this rank holds, of those in each file
             first, stored = ranks.rank * held, held * ranks.size // len(files)

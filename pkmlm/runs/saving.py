@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.device import free_bytes, is_finite
-from pkmlm.distributed import ProcessGroups, for_background, is_shard, local_part, ranks_of_machine
+from pkmlm.distributed import ProcessGroups, for_background, ranks_of_machine
 from pkmlm.errors import UserError
 from pkmlm.files import MANIFEST, entry_of, write_json, write_text, writing_folder
 from pkmlm.recipe.schema import Recipe, dump_recipe
@@ -78,7 +78,7 @@ class Saver:
         write it before returning.
 
         Args:
-            weights, optimizer, tables: see `runs.checkpoint`; each rank passes its part of sharded tensors.
+            weights, optimizer, tables: see `runs.checkpoint`.
             drift: of `measure.drift`, the same on all ranks.
             committed: called by rank 0, in the thread, when the checkpoint stands, with the seconds that training
                 waited: for the checkpoint before, and for this one's copy.
@@ -147,7 +147,6 @@ class Saver:
         ranks, lead = self.ranks, self.ranks.world.rank == 0
         own: dict[str, dict[str, Tensor]] = {}
         for name, tensors, own_tables in ((WEIGHTS, weights, tables), (OPTIMIZER, optimizer, moments_of(tables))):
-            tensors = {key: full_tensor(tensor, lead) for key, tensor in tensors.items()}
             divided = own_tables if ranks.memory.size > 1 else {}
             if lead:
                 own[name] = {key: tensor for key, tensor in tensors.items() if key not in divided}
@@ -201,13 +200,3 @@ def copied(tensor: Tensor) -> Tensor:
     the next save would find less.
     """
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def full_tensor(tensor: Any, lead: bool) -> Tensor:
-    """A whole tensor that may be divided among ranks, all of which call this: rank 0 (`lead`) gets it in main memory,
-    the others keep their part.
-    """
-    if not is_shard(tensor):
-        return tensor
-    whole: Tensor = tensor.full_tensor()
-    return whole.cpu() if lead else local_part(tensor)

@@ -6,14 +6,14 @@ from collections.abc import Collection
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
-from pkmlm.device import DeviceSettings, held_bytes
+from pkmlm.device import DeviceSettings, held_bytes, select_device
 from pkmlm.distributed import World, build_process_groups
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.init_from import check_init_from
 from pkmlm.train.job import Job
 from pkmlm.train.out_of_memory import rank_bytes, too_large_warning
 from pkmlm.train.resume_check import check_allowed, refuse_changed_recipe, refuse_output
-from pkmlm.train.run import build_state, device_settings, explaining_failure, initial_model
+from pkmlm.train.run import build_state, explaining_failure, initial_model
 from pkmlm.train.slot_choice import check_background
 from pkmlm.train.step import train_step
 
@@ -32,7 +32,7 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto",
     start: int | None = None
     warnings: list[str] = []
     with world.collective_errors():
-        settings = device_settings(job.recipe)
+        settings = select_device(job.recipe.train.precision)
         if lead:
             check_allowed(job.recipe, allowed)
             if run:
@@ -70,7 +70,7 @@ def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     cost = cost_of(recipe, job.vocab_size)
     micro_batches, sequences = recipe.micro_batches(ranks), recipe.sequences
     each = f" on each of {ranks} processes" if ranks > 1 else ""
-    held = rank_bytes(job, settings.precision, ranks)
+    held = rank_bytes(job, settings.precision)
     sizes = {name: f"{size / 1e6:,.1f}" for name, size in held.items()}
     parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
     spec = recipe.finetune

@@ -90,8 +90,6 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
         reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
         warnings.append(f"{corpus.name}: train has {corpus.tokens:,} tokens: {reading}")
     warnings += no_validation_warning(job) + cut_documents_warning(job)
-    if recipe.parallel.shard and ranks == 1:
-        warnings.append("parallel.shard: without effect in one process")
     background = None
     if recipe.finetune.slots in ("tfidf", "kl"):
         try:

@@ -96,7 +96,7 @@ class Training:
             state.process_groups,
             log.say,
             lambda step: log.event("save", step),
-            step_bytes(job, state.precision, self.world.size) if on_cpu else 0,
+            step_bytes(job, state.precision) if on_cpu else 0,
         )
         self.drift = Drift(self.recipe, state.model, self.world)
         self._restore()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.device import is_native_on_cpu
-from pkmlm.distributed import ProcessGroups, is_shard, local_part
+from pkmlm.distributed import ProcessGroups
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.memory.base import memories
 from pkmlm.memory.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
@@ -43,18 +43,17 @@ class ParameterGroup:
 
     def own_square(self, process_groups: ProcessGroups) -> Tensor:
         """This rank's share of the squared 2-norm of the group's gradient, 0-d, float64. What all ranks hold counts on
-        the first of them; shards and columns of tables count on the rank that holds them (or the first that does).
+        the first of them; columns of tables count on the rank that holds them (or the first that does).
         """
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        own = [local_part(grad) for grad in grads if is_shard(grad) or process_groups.world.rank == 0]
-        norms = [torch.stack(torch._foreach_norm(own))] if own else []
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None and process_groups.world.rank == 0]
+        norms = [torch.stack(torch._foreach_norm(grads))] if grads else []
         norms += [gradient.norm() for gradient in self.row_gradients if gradient and process_groups.data.rank == 0]
         device = next(iter(self.parameters.values())).device
         return sum((norm.double().square().sum() for norm in norms), torch.zeros((), device=device).double())
 
     def scale_gradient(self, factor: float | Tensor) -> None:
         """Multiply the gradient by a number, perhaps one that the device alone knows (0-d)."""
-        grads = [local_part(p.grad) for p in self.parameters.values() if p.grad is not None]
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if grads:  # in their dtype: the factor of another one would be multiplied with each gradient by itself
             torch._foreach_mul_(grads, factor.to(grads[0].dtype) if isinstance(factor, Tensor) else factor)
         for gradient in self.row_gradients:
@@ -156,14 +155,13 @@ def _dense_group(
         for memory in memories(model)
         for key in memory.key_parameters()
     }
-    settings: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    settings: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in parameters.values():
         decay = optim.weight_decay if parameter.ndim == 2 else 0.0
-        # A fused step cannot take both shards and whole parameters.
-        settings.setdefault((decay, key_rates.get(parameter, 1.0), is_shard(parameter)), []).append(parameter)
+        settings.setdefault((decay, key_rates.get(parameter, 1.0)), []).append(parameter)
     split = [
         {"params": chosen, "weight_decay": decay, "lr_scale": lr_scale}
-        for (decay, lr_scale, _), chosen in settings.items()
+        for (decay, lr_scale), chosen in settings.items()
     ]
     optimizer = torch.optim.AdamW(split, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     return ParameterGroup("dense", parameters, [], optimizer, schedule, optim.clip)

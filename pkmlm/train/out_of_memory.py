@@ -15,7 +15,7 @@ STAYS = ("weights", "moments")  # from step to step
 
 def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError:
     """The error that says what a run of this many ranks needs, and which key to lower; exit code 1."""
-    training = rank_bytes(job, precision, ranks)
+    training = rank_bytes(job, precision)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
     key, value = key_to_lower(job.recipe, job.vocab_size, training)
     elsewhere = "" if key == "train.micro_batch" else " (under another -o, if the run has a checkpoint)"
@@ -28,7 +28,7 @@ def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError
 
 def too_large_warning(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     """A warning before memory runs out, which on Linux may end a process without a message."""
-    training, free = rank_bytes(job, settings.precision, ranks), free_bytes(settings.device)
+    training, free = rank_bytes(job, settings.precision), free_bytes(settings.device)
     beside = ranks_of_machine() if settings.device.type == "cpu" else 1
     if beside * sum(training.values()) <= free:
         return []
@@ -37,15 +37,15 @@ def too_large_warning(job: Job, settings: DeviceSettings, ranks: int) -> list[st
     return [f"{needed(training, ranks)}; {free / 1e6:,.0f} MB are free{several}: lower {key}, which is {value}"]
 
 
-def rank_bytes(job: Job, precision: Precision, ranks: int) -> dict[str, int]:
+def rank_bytes(job: Job, precision: Precision) -> dict[str, int]:
     """Bytes that one rank holds in training, by part, in a precision (what "auto" has been resolved to)."""
     recipe = replace(job.recipe, train=replace(job.recipe.train, precision=precision))
-    return bytes_held(recipe, cost_of(recipe, job.vocab_size), ranks, recipe.parallel.memory)
+    return bytes_held(recipe, cost_of(recipe, job.vocab_size))
 
 
-def step_bytes(job: Job, precision: Precision, ranks: int) -> int:
+def step_bytes(job: Job, precision: Precision) -> int:
     """Bytes that a rank's step takes and gives back."""
-    return sum(size for name, size in rank_bytes(job, precision, ranks).items() if name not in STAYS)
+    return sum(size for name, size in rank_bytes(job, precision).items() if name not in STAYS)
 
 
 def needed(training: dict[str, int], ranks: int) -> str:

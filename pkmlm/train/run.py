@@ -68,7 +68,7 @@ def train(
     answer = "stopping after this step (again: at once)" if lead and not quiet else ""
     with ExitStack() as held, stop_on_signals(world.all_max, answer) as stop:
         with world.collective_errors():
-            settings = device_settings(job.recipe)
+            settings = select_device(job.recipe.train.precision)
             if lead:
                 check_allowed(job.recipe, allowed)
                 refuse_output(run, resume)  # before anything is written, not even a folder
@@ -104,19 +104,6 @@ def train(
                     run.clean()  # what could not be deleted before: the same command would do nothing more
                     write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
-
-
-def device_settings(recipe: Recipe) -> DeviceSettings:
-    """The device to train on and the precision there.
-
-    Raises:
-        UserError: the device cannot train in the precision, or `parallel.shard` cannot be combined with it.
-    """
-    settings = select_device(recipe.train.precision)
-    if settings.precision == "fp16" and recipe.parallel.shard:
-        message = f"parallel.shard: found true, with fp16 as the precision ({settings.reason})"
-        raise UserError(f"{message} (expected bf16 or fp32)", "add -s train.precision=fp32")
-    return settings
 
 
 def begun_recipe(run: RunDirectory, recipe: Recipe) -> Recipe:

@@ -25,7 +25,7 @@ from pkmlm.seeds import derived_seed
 from pkmlm.train.compile_and_recompute import compile_dense_parts, recompute_activations
 from pkmlm.train.loss_scale import FLOOR, LossScale
 from pkmlm.train.optim import optimizer_state, parameter_groups
-from pkmlm.train.parallel import data_parallel_loss, shard_dense_parameters
+from pkmlm.train.parallel import data_parallel_loss
 from pkmlm.train.slot_choice import SlotChoice
 
 MOST_SKIPS = 20  # fp16 steps in a row
@@ -34,8 +34,8 @@ MOST_SKIPS = 20  # fp16 steps in a row
 class TrainState:
     """A model, its optimizers, its data, and the progress of its training.
 
-    Construction prepares the model as the recipe asks: it divides the dense parameters among the ranks, compiles the
-    dense parts, and lets blocks recompute their activations.
+    Construction prepares the model as the recipe asks: it compiles the dense parts, and lets blocks recompute their
+    activations.
 
     Args:
         recipe: how to train.
@@ -54,7 +54,7 @@ class TrainState:
         data_parallel: what to call instead of `model.loss` where several ranks train; None: there is nothing to sum.
         loss_scale: the factor of the loss in fp16; None: in another precision, where there is none.
         waits: whether the host learns of a gradient that is not finite before it updates. On a GPU it does not wait to
-            know, except in fp16, where the next loss depends on it, and where dense parameters are divided (FSDP2).
+            know, except in fp16, where the next loss depends on it.
         stopped: 0-d, on the device: 1 once a gradient was not finite, without `waits`; then no update changes anything.
         progress: steps, tokens, seconds, and fp16 steps skipped in a row.
     """
@@ -72,12 +72,10 @@ class TrainState:
         self.process_groups = process_groups or ProcessGroups()
         self.device = next(model.parameters()).device
         self.loss_scale = LossScale() if precision == "fp16" else None
-        self.waits = self.device.type == "cpu" or precision == "fp16" or recipe.parallel.shard
+        self.waits = self.device.type == "cpu" or precision == "fp16"
         self.stopped = torch.zeros((), device=self.device)
         self.progress = Progress()
-        if recipe.parallel.shard and self.process_groups.world.size > 1:
-            shard_dense_parameters(model, self.process_groups.world.size)
-        self.param_groups = parameter_groups(model, recipe)  # after sharding, which replaces parameters
+        self.param_groups = parameter_groups(model, recipe)
         self.slot_choice = None if recipe.finetune.slots == "all" else SlotChoice(recipe, model, background)
         if recipe.train.compile:
             compile_dense_parts(model)

@@ -127,7 +127,7 @@ def test_only_what_changes_numbers_is_listed():
     longer = replace(plain, train=replace(plain.train, steps=2 * plain.train.steps))
     cosine, long_cosine = (replace(each, optim=replace(each.optim, schedule="cosine")) for each in (plain, longer))
     decaying = replace(longer, optim=replace(longer.optim, decay_steps=9))
-    divided = replace(plain, parallel=replace(plain.parallel, shard=True), train=replace(plain.train, recompute=True))
+    divided = replace(plain, parallel=replace(plain.parallel, memory=2), train=replace(plain.train, recompute=True))
     assert change_warnings(plain, replace(plain, name="other"), facts, facts) == []
     assert change_warnings(plain, longer, facts, facts) == [], "no learning rate depends on the length"
     assert change_warnings(plain, plain, {}, facts) == []
@@ -137,7 +137,7 @@ def test_only_what_changes_numbers_is_listed():
         (plain, plain, facts | {"source_sha256": "b"}, ["the code of pkmlm has changed"]),
         (cosine, long_cosine, facts, ["train.steps was"]),
         (plain, decaying, facts, ["train.steps was", "optim.decay_steps was 0 and is now 9"]),
-        (plain, divided, facts, ["train.recompute was false and is now true", "parallel.shard was false"]),
+        (plain, divided, facts, ["train.recompute was false and is now true", "parallel.memory was 1"]),
     ):
         (warning,) = change_warnings(before, now, facts, after)
         assert all(text in warning for text in changed)

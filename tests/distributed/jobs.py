@@ -149,20 +149,6 @@ def command_counted(words: list[str]) -> None:
         print(f"forwards: {len(counts)}", file=sys.stderr)
 
 
-def command_dividing(words: list[str]) -> None:
-    """A command line, and on standard error among how many ranks it divided the dense parameters."""
-    from pkmlm.train import step
-
-    divide = step.shard_dense_parameters
-
-    def told(model: Transformer, ranks: int) -> None:
-        print(f"dense parts among {ranks}", file=sys.stderr)
-        divide(model, ranks)
-
-    step.shard_dense_parameters = told
-    command(words)
-
-
 def ranks_among(world: World, size: int, memory: int) -> ProcessGroups:
     """As `build_process_groups` for a run of `size` ranks: the world is several such runs side by side."""
 

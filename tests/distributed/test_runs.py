@@ -131,15 +131,15 @@ def test_the_same_ranks_go_on_to_the_bit(divided, recipe, ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_dense_parameters_may_be_divided_too(divided, alone, recipe, ranks, tmp_path):
-    """From the start, with activations computed twice; and then, from the middle, in another layout to the bit."""
-    shard = ["-s", "parallel.shard=true", "-s", "train.recompute=true"]
-    ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "sharded", *STEPS, *of(2, 2), *shard)
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(alone), rel=1e-5)
-    assert losses(tmp_path / "sharded", "valid") == pytest.approx(losses(alone, "valid"), rel=1e-5)
-    run = half(tmp_path / "sharded", tmp_path)
-    ranks.pkmlm(2, "train", recipe, "-o", run, *STEPS, *of(2, 2), *shard, "-s", "eval.recalibrate=2")
-    assert losses(run) == losses(tmp_path / "sharded")
+def test_activations_may_be_computed_twice(divided, alone, recipe, ranks, tmp_path):
+    """From the start; and then, from the middle, to the bit."""
+    twice = ["-s", "train.recompute=true"]
+    ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "twice", *STEPS, *of(2, 2), *twice)
+    assert losses(tmp_path / "twice") == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(tmp_path / "twice", "valid") == pytest.approx(losses(alone, "valid"), rel=1e-5)
+    run = half(tmp_path / "twice", tmp_path)
+    ranks.pkmlm(2, "train", recipe, "-o", run, *STEPS, *of(2, 2), *twice, "-s", "eval.recalibrate=2")
+    assert losses(run) == losses(tmp_path / "twice")
     found = [tensors(each, 8) for each in (run, divided)]
     assert found[0].keys() == found[1].keys()
     for name, tensor in found[0].items():
@@ -149,10 +149,10 @@ def test_dense_parameters_may_be_divided_too(divided, alone, recipe, ranks, tmp_
 
 @pytest.mark.parametrize(("kind", "name"), [("memory-plus", "plus"), ("peer", "experts"), ("mixed", "pkm")])
 def test_every_table_is_divided_and_resumed(kind, name, write_recipe, ranks, tmp_path):
-    """Tables by columns, the rest among all ranks; what two ranks have saved, one process goes on with."""
+    """What two ranks have saved, one process goes on with."""
     recipe = write_recipe(tmp_path, kind)
     pkmlm("train", recipe, "-o", tmp_path / "alone", "-q", *STEPS, *of(1, name=name))
-    divided = [*of(2, 2, name), "-s", "parallel.shard=true", "-s", "train.recompute=true"]
+    divided = [*of(2, 2, name), "-s", "train.recompute=true"]
     ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "run", *STEPS, *divided)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
     assert losses(tmp_path / "run", "valid") == pytest.approx(losses(tmp_path / "alone", "valid"), rel=1e-5)
@@ -163,14 +163,6 @@ def test_every_table_is_divided_and_resumed(kind, name, write_recipe, ranks, tmp
     run = half(tmp_path / "run", tmp_path / "half")
     pkmlm("train", recipe, "-o", run, "-q", *STEPS, *of(1, name=name))
     assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
-
-
-def test_ranks_that_divide_dense_parameters_validate_together(recipe, ranks, tmp_path):
-    """One batch for two ranks that hold the same columns: the one without it takes its part of the parameters there."""
-    words = ["train", str(recipe), "-o", str(tmp_path / "run"), *of(2), "-s", "parallel.shard=true"]
-    words += ["-s", "train.steps=2", "-s", "eval.every=1", "-s", "eval.tokens=10"]
-    ranks.run(2, "command_with", words=words, environment={"PKMLM_TIMEOUT": "20"})
-    assert len(losses(tmp_path / "run", "valid")) == 2
 
 
 def test_divided_checkpoints_are_read_by_every_command(divided, alone, tmp_path, recipe):
@@ -190,12 +182,12 @@ def test_divided_checkpoints_are_read_by_every_command(divided, alone, tmp_path,
 
 @pytest.mark.slow
 def test_ranks_start_from_a_part_of_another_run_as_one_does(divided, alone, recipe, ranks, tmp_path):
-    """Of tables in parts and in one file, by ranks that divide tables, dense parameters, or both."""
+    """Of tables in parts and in one file, by ranks that divide tables or hold them whole."""
     add = ["-s", "model.memories.pkm.layers=[1+, 2]", "-s", "train.steps=2"]
     pkmlm("train", recipe, "-o", tmp_path / "one", "-q", *of(1), *add, "-s", f"train.init_from={divided}")
     assert losses(tmp_path / "one")[0] < losses(alone)[0] - 0.1
-    for name, source, memory, shard in (("a", divided, 2, False), ("b", alone, 2, True), ("c", divided, 1, True)):
-        words = [*of(2, memory), "-s", f"parallel.shard={str(shard).lower()}", "-s", f"train.init_from={source}"]
+    for name, source, memory in (("a", divided, 2), ("b", alone, 2), ("c", divided, 1)):
+        words = [*of(2, memory), "-s", f"train.init_from={source}"]
         ranks.pkmlm(2, "train", recipe, "-o", tmp_path / name, *add, *words)
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5), name
 
@@ -227,10 +219,10 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(recipe, ranks, tmp_pat
     assert told(ended).count("stopped on request") == 1
 
 
-@pytest.mark.parametrize("layout", [["parallel.memory=2"], ["parallel.shard=true"]])
-def test_a_killed_rank_ends_the_others_which_say_where_they_were(recipe, ranks, tmp_path, layout):
+@pytest.mark.parametrize("memory", [1, 2])
+def test_a_killed_rank_ends_the_others_which_say_where_they_were(recipe, ranks, tmp_path, memory):
     run = tmp_path / "run"
-    words = ["train", str(recipe), "-o", str(run), *of(2), "-s", *layout, "-s", "train.steps=100000"]
+    words = ["train", str(recipe), "-o", str(run), *of(2, memory), "-s", "train.steps=100000"]
     started = ranks.start(2, "command", words=words)
     wait_for(run, 3)
     os.kill(started.pids[1], signal.SIGKILL)
@@ -311,11 +303,10 @@ def test_a_finished_run_and_a_dry_run_are_told_once(divided, recipe, ranks):
 
 
 def test_a_dry_run_is_divided_as_the_run_is(recipe, ranks):
-    changes = [*of(2, 2), "-s", "parallel.shard=true", "-s", "model.memories.pkm.num_keys=256"]
-    ended = ranks.run(2, "command_dividing", words=["train", str(recipe), "--dry-run", *changes])
-    assert [rank.stderr for rank in ended] == ["dense parts among 2\n"] * 2
+    changes = [*of(2, 2), "-s", "model.memories.pkm.num_keys=256"]
+    ended = ranks.pkmlm(2, "train", recipe, "--dry-run", *changes)
     divided = load_recipe(recipe, changes[1::2])
-    held = bytes_held(divided, cost_of(divided, 600), 2, 2)
+    held = bytes_held(divided, cost_of(divided, 600))
     total, values = (f"{size / 1e6:,.1f}" for size in (sum(held.values()), held["moments"]))
     said = " ".join(ended[0].stdout.split())
     assert f"memory {total} MB to train on each of 2 processes: " in said

@@ -10,7 +10,7 @@ from pkmlm.measure.background import Background
 from tests.conftest import given, pkmlm
 from tests.distributed.test_runs import losses, tensors
 
-LAYOUTS = {"data": [], "columns": ["parallel.memory=2"], "shards": ["parallel.memory=2", "parallel.shard=true"]}
+LAYOUTS = {"data": [], "columns": ["parallel.memory=2"]}
 
 
 @pytest.fixture(scope="module")

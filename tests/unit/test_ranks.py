@@ -62,20 +62,6 @@ def test_slots_that_ranks_cannot_tell_each_other_of_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("train", "expected"),
-    [
-        ({"compile": True}, "parallel.shard: found true with train.compile (expected one of the two)"),
-        ({"precision": "fp16"}, "parallel.shard: found true with train.precision fp16 (expected bf16 or fp32)"),
-    ],
-)
-def test_what_shards_cannot_do_is_refused_with_the_recipe(train, expected):
-    recipe = replace(RECIPE, train=replace(RECIPE.train, **train))
-    check_recipe(recipe)
-    with pytest.raises(UserError, match=re.escape(expected)):
-        check_recipe(replace(recipe, parallel=Parallel(shard=True)))
-
-
-@pytest.mark.parametrize(
     ("memories", "ranks", "expected"),
     [
         ({"pkm": PKM}, 5, "5 ranks cannot divide tables of 24 columns (expected a divisor of 24)"),
