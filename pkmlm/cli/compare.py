@@ -62,7 +62,7 @@ def command(
 
     Only what is in the run directories is shown: run `pkmlm eval` and `pkmlm usage-report` first for the test split's
     numbers. What is missing shows as "-". Finished runs of one recipe that differ only in their seed share one row: the
-    mean, +- the sample standard deviation. A damaged run is left out, and the exit code is then 1.
+    mean, +- the sample standard deviation. A run whose records are damaged is left out, and the exit code is then 1.
     --over seconds times a step of each recipe on this machine, unless an earlier call did.
 
     \b
