@@ -33,7 +33,7 @@ def recipe_report(recipe: Recipe) -> tuple[dict[str, Any], list[Table]]:
     ]
     training = [(name, size / MEGA) for name, size in result["training_bytes"].items() if size]
     precision = "auto taken as fp32" if recipe.train.precision == "auto" else f"in {recipe.train.precision}"
-    title = f"Memory to train, estimated: {recipe.train.micro_batch} sequences a forward, {precision}"
+    title = f"Memory to train, estimated: {recipe.train.micro_batch} sequences in a forward pass, {precision}"
     return result, [
         layer_table(recipe, cost),
         Table("The whole model", [Column("what"), number("number")], whole),

@@ -21,7 +21,7 @@ def time_training(chosen: list[Variant], precision: Precision, rounds: int, say:
     device = default_device()
     recipe, context = chosen[0].recipe, chosen[0].recipe.model.context
     timed = {
-        "forward": (f"a forward of {recipe.train.micro_batch} sequences, {precision}", context),
+        "forward": (f"a forward pass of {recipe.train.micro_batch} sequences, {precision}", context),
         "step": (f"steps of {recipe.train.batch_tokens:,} tokens, {precision}", context),
     }
     actions: dict[tuple[str, int, int], Callable[[], object]] = {}

@@ -33,7 +33,7 @@ COMMANDS = {  # each is in the module of its name
     "probe": "Measure what the memory is worth, by replacing its output.",
     "generate": "Continue a text.",
     "export": "Write a model as a folder that transformers loads.",
-    "cost": "Count parameters, operations, bytes and memory of a recipe.",
+    "cost": "Count parameters, operations, bytes read and training memory of a recipe.",
     "sweep": "Train and measure every cell of a grid, and print a table.",
     "compare": "Show runs side by side: curves, perplexity, usage, speed.",
     "bench": "Measure speed on this machine.",

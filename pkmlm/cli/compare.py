@@ -29,7 +29,7 @@ def pairs_of_names(context: click.Context, parameter: click.Parameter, values: t
 
 @click.command()
 @click.argument("run_paths", type=PATH, metavar="RUN...", nargs=-1, required=True)
-@report_options(plots="Also draw into this folder: learning curves, and memory use over tokens.")
+@report_options(plots="Also write plots into this folder: learning curves, and usage of memories over tokens.")
 @click.option(
     "--name",
     "names",
@@ -58,7 +58,7 @@ def command(
     force: bool,
     quiet: bool,
 ) -> int:
-    """Show RUNs side by side: size, training, perplexity, tasks, memory use, speed.
+    """Show RUNs side by side: size, training, perplexity, tasks, usage of memories, speed.
 
     Only what is in the run directories is shown: run `pkmlm eval` and `pkmlm usage-report` first for the test split's
     numbers. What is missing shows as "-". Finished runs of one recipe that differ only in their seed share one row: the

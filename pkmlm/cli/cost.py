@@ -11,7 +11,7 @@ from pkmlm.cli.show import NO_CSV, Output, report_options
 @set_option
 @report_options(NO_CSV)
 def command(recipe_file: str, overrides: tuple[str, ...], out: Output) -> None:
-    """Count parameters, operations, bytes and memory of RECIPE's model, without building it.
+    """Count parameters, operations, bytes read and training memory of RECIPE's model, without building it.
 
     Operations are multiply-adds, each counted once, over one sequence of model.context tokens. "built" sums the layers;
     "paper" is the block formula of MemoryFormer, for the blocks that it describes. Training memory is an

@@ -16,8 +16,8 @@ def command(folder: str, output: str) -> None:
     """Turn a pretrained model of transformers into a run.
 
     FOLDER is what `save_pretrained` wrote, or a download: config.json, weights in safetensors and the tokenizer of a
-    GPT-2, GPT-NeoX (Pythia), Llama (SmolLM, TinyLlama), Qwen2 or Qwen3. Nothing in it is run, and no network is needed.
-    Every command then takes RUN. To train it further, with a memory or without, start another run from it.
+    GPT-2, GPT-NeoX (Pythia), Llama (SmolLM, TinyLlama), Qwen2 or Qwen3. No code in it is executed, and no network is
+    needed. Every command then takes RUN. To train it further, with a memory or without, start another run from it.
 
     \b
     Examples:

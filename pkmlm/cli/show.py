@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Form = Literal["table", "md", "latex", "csv", "json"]
 NO_CSV: tuple[Form, ...] = ("table", "md", "latex", "json")  # of several tables, which no CSV file can hold
-DRAW = "Also draw pictures into this folder."
+DRAW = "Also write plots into this folder."
 LINE_STARTS = {"md": "- ", "latex": "% "}  # of lines between tables
 
 

@@ -27,7 +27,7 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
     "--table",
     "table_only",
     is_flag=True,
-    help="Train nothing: print the table of DIR's runs; without -s, with the overrides that they were trained with.",
+    help="Train nothing: print the table of the runs in DIR. Default of -s: the overrides of these runs.",
 )
 @over_option
 @click.option("--retime", is_flag=True, help="Time steps and scoring again; steps of runs that have begun stay.")

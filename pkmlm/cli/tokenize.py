@@ -87,8 +87,8 @@ def held_out(context: click.Context) -> dict[str, float]:
     "--format", type=click.Choice(["txt", "jsonl", "parquet", "arrow"]), help="Format of all input. Default: by name."
 )
 @field_option
-@click.option("--prompt", metavar="FIELD", help="Field of a prompt, which is read, but not learnt; with --answer.")
-@click.option("--answer", metavar="FIELD", help="Field of the text that follows the prompt, and is learnt.")
+@click.option("--prompt", metavar="FIELD", help="Field of the prompt: context without a loss. It needs --answer.")
+@click.option("--answer", metavar="FIELD", help="Field of the text that follows the prompt and is learnt.")
 @separator_option
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")

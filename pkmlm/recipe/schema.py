@@ -180,7 +180,7 @@ class Muon:
 
 @dataclass(frozen=True, config=STRICT)
 class Optim:
-    lr: LearningRate = key(3e-3, "peak learning rate of all that neither a memory nor Muon trains")
+    lr: LearningRate = key(3e-3, "peak learning rate of everything except memories' tables and Muon's matrices")
     matrices: Literal["muon", "adamw"] = key(
         "muon",
         "the optimizer of attention's and the FFN's matrices; muon: torch.optim.Muon, on the schedule of optim",

@@ -84,7 +84,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
         "texts": ("How memories are used", text),
         "heads": ("Reads by heads; overlap: slots that two heads both read for a token", by_heads),
         "tables": ("Reads of tables: a token reads one slot of each", by_tables),
-        "weights": ("Weights of a head: how many equal ones they are worth, share of the largest", worth),
+        "weights": ("Weights of a head: effective reads, share of the largest", worth),
         "pools": ("Tables that layers share: mass that two of them give to the same slots", shared),
         "evenness": ("Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %", even),
         "single heads": ("Each head by itself, by mass (KL in nats)", ends),

@@ -239,7 +239,7 @@ class Results:
         if verdicts:
             columns = [Column("Claim or measure"), number("holds")]
             if self.grid.trains:
-                columns += [number("in every seed"), number("beyond them"), Column("at equal")]
+                columns += [number("in every seed"), number("beyond seeds"), Column("at equal")]
             rows = [each.row()[: len(columns)] for each in verdicts]
             found.append(Table("What holds", columns, rows, note=self.note))
         elif self.note:
