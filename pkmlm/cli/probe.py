@@ -52,8 +52,8 @@ def command(
     Nothing is trained. The output is replaced by zero; by that of redrawn values; by that of random slots; by its mean
     for the token (over the train split); by its mean for the token and the one before it; and by the output at another
     position of the same token. For each, the loss above the real one is given in nats per token, with an interval over
-    documents, and as a share of the memory's gain: 100 % is as good as the memory, 0 % as bad as zero, and less is worse
-    than zero. If the token's mean keeps all of the gain, the memory is only a token table.
+    documents, and as a share of the memory's gain: 100 % is as good as the memory, 0 % as bad as zero, less is worse.
+    If the token's mean keeps all of the gain, the memory is only a token table.
 
     The rest of the model was trained with the memory, so zero overstates its worth; --dense shows what a model without
     it learns. A memory is probed in each of its layers (hash tables: each part, in all of its layers); if there are
