@@ -76,7 +76,7 @@ def place_of(spec: Spec, mode: Mode) -> Place:
     """
     if mode not in MODES.values():
         raise UserError(f"mode is {mode} (expected add or replace)")
-    if spec.recalibrates:
+    if spec.keeps_statistics:
         hint = "use query_norm rms, or layer: batch statistics let padding change what a token reads"
         raise UserError("memory: query_norm is batch (expected rms, layer or none)", hint)
     every = [spec.places(False)]

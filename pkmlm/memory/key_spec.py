@@ -124,7 +124,7 @@ class KeySpec(Spec):
         return self.share_values
 
     @property
-    def recalibrates(self) -> bool:
+    def keeps_statistics(self) -> bool:
         return self.query_norm == "batch"
 
     def places(self, beside: bool) -> tuple[Place, ...]:

@@ -213,7 +213,7 @@ class Spec(Section):
         of_the_model: keys that are no arguments of a layer.
         shapeless: keys that change what a layer makes of its weights, but not the shape of a tensor.
         key_lr_scale: the learning rate of its keys, as a multiple of that of the rest.
-        recalibrates: whether it keeps running statistics, which `eval.recalibrate` renews.
+        keeps_statistics: whether it keeps running statistics of its queries.
         shares: whether its layers read one table.
     """
 
@@ -264,7 +264,7 @@ class Spec(Section):
         return False
 
     @property
-    def recalibrates(self) -> bool:
+    def keeps_statistics(self) -> bool:
         return False
 
     @property

@@ -212,7 +212,7 @@ def check_training(check: Check, recipe: Recipe) -> None:
             f"a multiple of {context}",
             "model.context",
         )
-    if context * micro_batch < 2 and any(memory.recalibrates for memory in recipe.model.memories.values()):
+    if context * micro_batch < 2 and any(memory.keeps_statistics for memory in recipe.model.memories.values()):
         check.fail("train.micro_batch", "a batch norm of queries sees one token", "2 or more", "model.context")
     check_micro_batches(check, recipe)
     for prefix, group in recipe.optim_groups.items():
@@ -231,9 +231,6 @@ def check_finetuning(check: Check, recipe: Recipe) -> None:
         check.fail("train.only", "found gates, but no memory has one", "a memory with gate: token", "model.memories")
     if only == "gates" and chosen != "all":
         check.fail("finetune.slots", f"found {chosen}, but train.only: gates moves no slot", "all", "train.only")
-    if only in ("values", "gates") and recipe.eval.recalibrate:
-        message = f"found {recipe.eval.recalibrate}, but train.only: {only} keeps all statistics"
-        check.fail("eval.recalibrate", message, "0", "train.only")
     for name, memory in recipe.model.memories.items():
         if chosen != "all" and memory.table_optim.optimizer == "adam":
             message, key = (

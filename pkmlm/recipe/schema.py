@@ -251,10 +251,6 @@ class Eval:
     every: Steps = key(500, "steps between validations; 0: only at the end")
     tokens: Size | None = key(None, "validate on this many tokens from the beginning of the split; null: on all")
     patience: Size | None = key(None, "stop after this many validations without improvement; null: never")
-    recalibrate: Steps = key(
-        0,
-        "forward passes on training tokens that renew the query norm's statistics before a validation; 0: none",
-    )
     sample: str | None = key(None, "a text that is continued and logged after each validation")
 
 

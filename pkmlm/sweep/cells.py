@@ -10,14 +10,13 @@ from pkmlm.data.corpus import Corpus, holds_tokens
 from pkmlm.errors import UserError
 from pkmlm.files import open_file
 from pkmlm.recipe.load import read_tree, recipe_of
-from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Recipe, differences
 from pkmlm.recipe.warnings import warnings
 from pkmlm.report.compare import Facts, facts_of
 from pkmlm.report.metrics import MEASURES, TASKS, mean
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
-from pkmlm.sweep.grid import Grid, Point, assignments
+from pkmlm.sweep.grid import Grid, Point
 
 Place = tuple[Point, str | None]  # a point and a value of the tuned key, None where nothing is tuned
 WRONG_USAGE = 2  # exit code of a command
@@ -32,7 +31,6 @@ class Cell:
         point: where in the grid.
         seed: of weights, data order and dropout.
         tuned: the value of the tuned key; None where the grid tunes nothing.
-        trial: whether it only serves to choose that value, with the grid's `tune.set`.
         overrides: what turns the grid's base recipe into this cell's, `key=value` each.
         recipe: that recipe.
     """
@@ -43,13 +41,11 @@ class Cell:
     overrides: tuple[str, ...]
     recipe: Recipe
     named: Point
-    trial: bool = False
 
     @property
     def name(self) -> str:
         """The name of its run directory."""
         parts = [*self.named, *([] if self.tuned is None else [self.tuned]), f"seed-{self.seed}"]
-        parts += ["trial"] if self.trial else []
         return "_".join("".join(c if c.isalnum() or c in "-.+" else "-" for c in part) for part in parts)
 
 
@@ -83,10 +79,7 @@ class Cells:
         self.values = grid.tune.values if grid.tune else (None,)
         seed = grid.seeds[0]
         places = [(point, value) for point in grid.points() for value in self.values]
-        self.whole = {(point, value): self._cell(point, seed, value) for point, value in places}
-        self.first = self.whole
-        if trial := grid.tune and grid.tune.set:
-            self.first = {(point, value): self._cell(point, seed, value, trial) for point, value in places}
+        self.first = {(point, value): self._cell(point, seed, value) for point, value in places}
         for other in grid.seeds[1:]:  # refuses an invalid seed now
             self._cell(grid.points()[0], other, self.values[0])
         distinct: dict[str, Cell] = {}
@@ -96,9 +89,8 @@ class Cells:
                 message = f"two cells of the grid have the name {cell.name}"
                 raise UserError(message, "give the axes' values distinct names")
 
-    def _cell(self, point: Point, seed: int, tuned: str | None, trial: Node | None = None) -> Cell:
+    def _cell(self, point: Point, seed: int, tuned: str | None) -> Cell:
         tuning = [] if self.grid.tune is None or tuned is None else self.grid.tune.overrides(tuned)
-        tuning += assignments(trial) if trial else []
         overrides = [*self.grid.overrides(point, [*tuning, *self.extra]), f"train.seed={seed}"]
         named = point
         try:
@@ -119,7 +111,7 @@ class Cells:
         except UserError as error:
             where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
             raise UserError(f"{where}: {error.message}", error.hint, error.exit_code) from None
-        return Cell(point, seed, tuned, tuple(overrides), recipe, named, trial is not None)
+        return Cell(point, seed, tuned, tuple(overrides), recipe, named)
 
     def refuse_missing_data(self) -> None:
         """Refuse tokens without a split that the grid needs: valid, to choose a value, or valid or test, to measure.
@@ -146,7 +138,7 @@ class Cells:
     def warnings(self) -> list[str]:
         """The warnings of all cells' recipes, a line each, with the cells that they concern."""
         found: dict[str, list[str]] = {}
-        for cell in self.whole.values():
+        for cell in self.first.values():
             for text in warnings(cell.recipe):
                 found.setdefault(text, []).append(cell.name)
         return [f"{', '.join(names)}: {text}" for text, names in found.items()]
@@ -155,33 +147,29 @@ class Cells:
         """The cells of a point's first seed, one for each value of the tuned key."""
         return [self.first[point, value] for value in self.values]
 
-    def others(self, point: Point, tuned: str | None, trial: bool) -> list[Cell]:
-        """The cells of a point's other seeds at a tuned value, whatever happened to the base's file since.
-
-        Args:
-            trial: whether the value was chosen by trials, so that all seeds are others.
-        """
-        whole = self.whole[point, tuned]
+    def others(self, point: Point, tuned: str | None) -> list[Cell]:
+        """The cells of a point's other seeds at a tuned value, whatever happened to the base's file since."""
+        first = self.first[point, tuned]
         return [
             replace(
-                whole,
+                first,
                 seed=seed,
-                overrides=(*whole.overrides[:-1], f"train.seed={seed}"),
-                recipe=replace(whole.recipe, train=replace(whole.recipe.train, seed=seed)),
+                overrides=(*first.overrides[:-1], f"train.seed={seed}"),
+                recipe=replace(first.recipe, train=replace(first.recipe.train, seed=seed)),
             )
-            for seed in self.grid.seeds[not trial :]
+            for seed in self.grid.seeds[1:]
         ]
 
     @property
     def runs_of_a_point(self) -> int:
         """How many runs each point has."""
-        return len(self.values) + len(self.grid.seeds) - (self.first is self.whole)
+        return len(self.values) + len(self.grid.seeds) - 1
 
     def __len__(self) -> int:
-        """How many runs there are: points may share theirs, or only their trials."""
+        """How many runs there are: points may share theirs."""
         first = {cell.name for cell in self.first.values()}
-        apart = {tuple(self.whole[point, value].name for value in self.values) for point in self.grid.points()}
-        return len(first) + len(apart) * (self.runs_of_a_point - len(self.values))
+        apart = {tuple(cell.name for cell in self.tuning(point)) for point in self.grid.points()}
+        return len(first) + len(apart) * (len(self.grid.seeds) - 1)
 
 
 @dataclass(frozen=True)

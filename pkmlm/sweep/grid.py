@@ -74,14 +74,11 @@ class Tune:
 
     Attributes:
         also: {key: values} that go with it, one for each of `values`: the rates of several optimizers, for example.
-        set: {key: value} for the runs that choose, for example to make them shorter than the grid's; then every seed
-            runs at the best value.
     """
 
     key: str = "optim.lr"
     values: tuple[str, ...] = ()
     also: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    set: Node | None = None
 
     def overrides(self, value: str) -> list[str]:
         """The `key=value` texts of one of `values`, with those that go with it."""
@@ -157,12 +154,10 @@ class Grid:
         return [*shared, *(text for text in own if text not in dropped), *others, *dropped]
 
     def varied(self) -> list[tuple[str, str]]:
-        """The keys in which cells differ, each with what sets it: an axis, the seeds, `tune` or its `set`."""
+        """The keys in which cells differ, each with what sets it: an axis, the seeds or `tune`."""
         keys = [("train.seed", "its seeds")]
         if self.tune:
-            trial = assignments(self.tune.set) if self.tune.set else ()
             keys += [(key, "its tune") for key in (self.tune.key, *self.tune.also)]
-            keys += [(text.partition("=")[0], "its tune.set") for text in trial]
         for axis, trees in self.axes.items():
             texts = [text for tree in trees.values() for text in assignments(tree)]
             keys += [(key, f"its axis {axis}") for key in dict.fromkeys(text.partition("=")[0] for text in texts)]
@@ -266,8 +261,6 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
             if len(others) != wanted:
                 found = f"found {len(others)} values of {key} (expected {wanted}, one for each of values)"
                 fail(f"tune.also.{key}", f"tune.also: {found}")
-    if grid.tune and grid.tune.set and len(grid.tune.values) == 1:
-        fail("tune", "tune has set:, but only one value (expected several to choose from)")
     unique: dict[str, Sequence[object]] = {
         "seeds": grid.seeds,
         "tune.values": grid.tune.values if grid.tune else (),
@@ -319,7 +312,7 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         if figure.line is not None:
             require(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
     cells = prod(len(grid.names(axis)) for axis in grid.axes)
-    cells *= len(grid.seeds) + (len(grid.tune.values) - (not grid.tune.set) if grid.tune else 0)
+    cells *= len(grid.seeds) + (len(grid.tune.values) - 1 if grid.tune else 0)
     if cells > MOST_CELLS:  # before any is made
         fail("axes", f"axes: {cells:,} cells (expected at most {MOST_CELLS:,})")
     if not grid.points():

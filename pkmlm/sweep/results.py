@@ -25,7 +25,7 @@ from pkmlm.report.tables import equal_table, with_spread
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import SweepTimings, Timed
 from pkmlm.sweep.cells import Cell, CellOutcome, Cells, Place, best, finished
-from pkmlm.sweep.grid import Grid, Point, Tune, assignments
+from pkmlm.sweep.grid import Grid, Point, Tune
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
 NAMES = ("memory", "layer", "kind", "part")  # what an entry of a usage report begins with
@@ -91,10 +91,10 @@ class Results:
 
     def others(self, point: Point, winner: CellOutcome) -> list[Cell]:
         """The cells of a point that follow its winner, which is perhaps another point's run, too."""
-        return self.cells.others(point, winner.cell.tuned, winner.cell.trial)
+        return self.cells.others(point, winner.cell.tuned)
 
     def winner(self, point: Point) -> CellOutcome | None:
-        """The outcome of the first seed, or of its trial, at the best tuned value of a point; None: not yet known."""
+        """The outcome of the first seed at the best tuned value of a point; None: not yet known."""
         tuning = self.cells.tuning(point)
         tried = [self.outcomes[cell.name] for cell in tuning if cell.name in self.outcomes]
         return best(tried) if len(tried) == len(tuning) else None
@@ -105,13 +105,12 @@ class Results:
         return self.costs[point, winner.cell.tuned if winner else self.cells.values[0]]
 
     def chosen(self, point: Point) -> list[CellOutcome]:
-        """The measured cells of a point that count: those at its best tuned value, without trials."""
+        """The measured cells of a point that count: those at its best tuned value."""
         winner = self.winner(point)
         if winner is None:
             return []
         others = [self.outcomes.get(cell.name) for cell in self.others(point, winner)]
-        counted = others if winner.cell.trial else [winner, *others]
-        return [one for one in counted if one is not None and one.status == "measured"]
+        return [one for one in (winner, *others) if one is not None and one.status == "measured"]
 
     def rounds(self, point: Point) -> list[float]:
         """Tokens per second of a point's model, one number per round; empty if it has not been timed."""
@@ -176,7 +175,7 @@ class Results:
         """What the runs of these points take equally much of: without `equal`, tokens, if all recipes read as many."""
         if self.grid.equal:
             return points[0][-1]
-        trains = [self.cells.whole[point, value].recipe.train for point in points for value in self.cells.values]
+        trains = [self.cells.first[point, value].recipe.train for point in points for value in self.cells.values]
         return "tokens" if len({train.steps * train.batch_tokens for train in trains}) == 1 else None
 
     def tokenizer(self, point: Point) -> str | None:
@@ -254,16 +253,16 @@ class Results:
         """
         grid, rows, shared, all_hours = self.grid, [], set(), 0.0
         for point in grid.points():
-            cost, cell = self.cost(point), self.cells.whole[point, self.cells.values[0]]
-            whole = cell.recipe.train
+            cost, cell = self.cost(point), self.cells.first[point, self.cells.values[0]]
+            steps, runs = cell.recipe.train.steps, self.cells.runs_of_a_point
             sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
-            first, runs = self.cells.tuning(point), self.cells.runs_of_a_point
-            steps = sum(each.recipe.train.steps for each in first) + (runs - len(first)) * whole.steps
-            hours = seconds[point] * steps / 3600 if seconds else 0.0
-            names = tuple(each.name for each in (*first, cell))
+            first = self.cells.tuning(point)
+            all_steps = sum(each.recipe.train.steps for each in first) + (runs - len(first)) * steps
+            hours = seconds[point] * all_steps / 3600 if seconds else 0.0
+            names = tuple(each.name for each in first)
             all_hours += hours if names not in shared else 0.0
             shared.add(names)
-            rows.append([*point, *sizes, whole.steps, whole.steps * mean_read(cell.recipe) / 1e6, runs, hours])
+            rows.append([*point, *sizes, steps, steps * mean_read(cell.recipe) / 1e6, runs, hours])
         *_, all_operations, _, all_tokens, _, _ = zip(*rows, strict=True)
         columns = [Column(axis) for axis in grid.axes]
         columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations)]
@@ -327,8 +326,7 @@ class Results:
             winner = self.winner(point)
             at_edge = winner and winner.cell.tuned in (tune.values[0], tune.values[-1])
             rows.append([*row, "yes" if at_edge else None])
-        trials = f", {', '.join(assignments(tune.set))}" if tune.set else ""
-        return Table(f"Validation (nats per token) of seed {self.grid.seeds[0]} by {tune.key}{trials}", columns, rows)
+        return Table(f"Validation (nats per token) of seed {self.grid.seeds[0]} by {tune.key}", columns, rows)
 
 
 def millions(name: str, values: Sequence[float]) -> Column:

@@ -142,10 +142,10 @@ def with_vocab_sizes(cells: Cells, runs: Path | None) -> dict[Place, Recipe]:
         UserError: a recipe does not say its vocabulary size, and has no tokens.
     """
     trained = [RunDirectory(path.parent) for path in sorted(runs.glob("*/recipe.yaml"))] if runs else []
-    several = len({cell.recipe.data.folders for cell in cells.whole.values()}) > 1
+    several = len({cell.recipe.data.folders for cell in cells.first.values()}) > 1
     sizes: dict[tuple[str, ...], int] = {}
     found = {}
-    for place, cell in cells.whole.items():
+    for place, cell in cells.first.items():
         recipe, folders = cell.recipe, cell.recipe.data.folders
         if recipe.model.vocab_size is None:
             if folders not in sizes:
@@ -361,10 +361,10 @@ class Runner:
                         if name in names and ended.keys() >= set(names):
                             known = [ended[each] for each in names]
                             chosen = best(known)
-                            if chosen and len(known) > 1 and not chosen.cell.trial:
+                            if chosen and len(known) > 1:
                                 begin([chosen.cell], True)
                             if chosen:
-                                begin(cells.others(point, chosen.cell.tuned, chosen.cell.trial), True)
+                                begin(cells.others(point, chosen.cell.tuned), True)
         finally:  # if an error ends the sweep, running commands are stopped and waiting cells are dropped
             self.ended = True
             pool.shutdown(wait=False, cancel_futures=True)

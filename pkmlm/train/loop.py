@@ -19,7 +19,6 @@ from pkmlm.train.log import RunLog
 from pkmlm.train.loss_scale import LossScale
 from pkmlm.train.out_of_memory import step_bytes
 from pkmlm.train.step import QueuedStep, TrainState, diverged, queue_step
-from pkmlm.train.validation import recalibrate
 
 Validate = Callable[[StopRequest], dict[str, Any] | None]
 
@@ -88,7 +87,6 @@ class Training:
         self.recipe, self.world = state.recipe, state.process_groups.world
         self.unlogged: Unlogged | None = None
         self.ended = 0.0  # when the last step that is logged was done
-        self.calibrated = 0  # the step at which running statistics were last recalibrated
         on_cpu = state.device.type == "cpu"
         self.saver = Saver(
             run,
@@ -212,7 +210,6 @@ class Training:
         step, history = self.state.progress.step, self.history
         try:
             with self.log.doing("validating"):
-                self._recalibrate()
                 numbers = self.world.broadcast(self.validate(self.stop))
         except NotFinite as error:
             raise self.world.on_rank_zero(diverged(step, error.message)) from None
@@ -254,7 +251,6 @@ class Training:
         with self.world.collective_errors():
             self.log.sync()  # events before the checkpoint that builds on them
         with self.log.doing("saving a checkpoint"):
-            self._recalibrate()
             self.saver.save(progress, *state.tensors(), self.drift.tensors(), committed)
 
     def _restore(self) -> None:
@@ -278,12 +274,6 @@ class Training:
                     remove_file(run.path / "best")
         if state.progress.scaler and state.loss_scale:
             state.loss_scale = LossScale(**state.progress.scaler)
-
-    def _recalibrate(self) -> None:
-        """Recalibrate once a step, so that the checkpoint holds the statistics that validation has used."""
-        if self.calibrated != self.state.progress.step:
-            recalibrate(self.state, self.state.progress.step)
-            self.calibrated = self.state.progress.step
 
     def _outcome(self, status: str, exit_code: int = 0) -> Outcome:
         return Outcome(status, self.state.progress.step, exit_code, self.state.progress.seconds)

@@ -15,7 +15,7 @@ INIT_FROM = "train.init_from"
 # numbers are not those of an uninterrupted run.
 CHANGES_NUMBERS = (
     *("train.steps", "train.epochs", "optim.decay_steps", "train.micro_batch", "train.recompute", INIT_FROM),
-    *("parallel.", "eval.tokens", "eval.recalibrate"),
+    *("parallel.", "eval.tokens"),
 )
 LENGTH = ("train.steps", "train.epochs")
 # For data.dir and the background, the content is compared instead.

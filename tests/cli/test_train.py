@@ -375,7 +375,7 @@ def test_what_is_measured_with_is_what_is_saved(tmp_path, write_recipe):
         return {"loss": 1.0, "bits_per_byte": 1.0}
 
     for steps, agree in ((4, lambda _: next(answers)), (1, int)):
-        recipe = load_recipe(path, [f"train.steps={steps}", "eval.every=0", "eval.recalibrate=2"])
+        recipe = load_recipe(path, [f"train.steps={steps}", "eval.every=0"])
         run.create(recipe)
         outcome = trained_in(run, recipe, validate, StopRequest(agree))
     assert (outcome.status, outcome.step, run.best()) == ("finished", 2, 2)

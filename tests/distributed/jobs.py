@@ -38,7 +38,6 @@ from pkmlm.recipe.schema import Parallel, Recipe, Train
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.step import StepResult, TrainState, train_step
-from pkmlm.train.validation import recalibrate
 from tests.conftest import recipe_2019
 from tests.golden.test_curves import KEYS, Stream, golden_optim, with_memories
 from tests.golden.test_curves import MODELS as GOLDEN
@@ -298,19 +297,12 @@ def batch_norm_over_ranks() -> None:
             assert (same == same[0]).all()
 
 
-def recalibrated_and_recomputed() -> None:
-    """On two groups of two ranks that keep no activations: losses and renewed statistics are those of one process."""
+def recomputed() -> None:
+    """On two groups of two ranks that keep no activations: losses and statistics are those of one process."""
     with init_distributed() as world:
         several, one = recipe_of("batch", 2, recompute=True), recipe_of("batch", 1, 4)
-        states = [
-            state_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)), ranks)
-            for recipe, ranks in ((several, ranks_among(world, 4, 2)), (one, None))
-        ]
-        losses = []
-        for state in states:
-            losses.append([train_step(state, step).loss for step in (1, 2)])
-            recalibrate(state, 2)
-            losses[-1].append(train_step(state, 3).loss)
+        states = [state_of(several, ranks_among(world, 4, 2)), state_of(one, None)]
+        losses = [[train_step(state, step).loss for step in (1, 2, 3)] for state in states]
         assert np.allclose(*losses, rtol=1e-5, atol=0)
         buffers = [dict(state.model.named_buffers()) for state in states]
         assert len(buffers[0]) == 2

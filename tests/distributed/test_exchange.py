@@ -13,8 +13,8 @@ def test_batch_norm_sees_the_tokens_of_all_ranks(ranks):
     ranks.run(4, "batch_norm_over_ranks")
 
 
-def test_recalibration_and_recomputation_on_ranks(ranks):
-    ranks.run(4, "recalibrated_and_recomputed")
+def test_recomputation_on_ranks(ranks):
+    ranks.run(4, "recomputed")
 
 
 def test_a_resume_on_four_ranks_has_the_same_bits(ranks):

@@ -311,7 +311,6 @@ def test_a_file_that_is_no_background_is_refused(trained, background_of, tmp_pat
             ["finetune.slots=count", "model.memories.pkm.optim.optimizer=adam"],
             "model.memories.pkm.optim.optimizer: adam moves every row",
         ),
-        (["train.only=values", "eval.recalibrate=2"], "eval.recalibrate: found 2"),
     ],
 )
 def test_what_cannot_be_fine_tuned_is_refused_in_one_line(trained, keys, told):

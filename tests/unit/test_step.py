@@ -16,7 +16,6 @@ from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.loss_scale import LossScale
 from pkmlm.train.step import MOST_SKIPS, TrainState, queue_step, train_step
-from pkmlm.train.validation import recalibrate
 
 
 @pytest.fixture
@@ -225,27 +224,6 @@ def test_recomputing_activations_changes_no_bit_and_counts_no_forward_twice(tmp_
     assert twice == 2 * once
     for name, tensor in plain.items():
         assert torch.equal(tensor, again[name]), name
-
-
-def test_recalibration_takes_the_statistics_of_the_last_weights(recipe):
-    state = state_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)))
-    twin = state_of(recipe)
-    for each in (state, twin):
-        for step in (1, 2, 3):
-            train_step(each, step)
-    norm, queries = state.model.blocks[1].parts["memory_pkm"].query.norm, []
-    norm.register_forward_hook(lambda _, inputs, out: queries.append(inputs[0]))
-    before = weights(state)
-    recalibrate(state, 3)
-    assert len(queries) == 3
-    torch.testing.assert_close(norm.running_mean, torch.stack([q.mean(0) for q in queries]).mean(0))
-    torch.testing.assert_close(norm.running_var, torch.stack([q.var(0) for q in queries]).mean(0))
-    changed = {name for name, tensor in weights(state).items() if not torch.equal(tensor, before[name])}
-    assert {name.rpartition(".")[2] for name in changed} == {"running_mean", "running_var"}
-    recalibrate(state, 1)
-    assert len(queries) == 3 + state.recipe.micro_batches(1), "no step that has not been trained on"
-    assert norm.momentum == twin.model.blocks[1].parts["memory_pkm"].query.norm.momentum
-    assert train_step(state, 4).loss == train_step(twin, 4).loss
 
 
 def test_the_loss_scale_is_that_of_torchs_scaler(recipe):

@@ -88,7 +88,7 @@ def grid_of(folder: Path, text: str = GRID, scale: str | None = "large") -> Grid
 
 
 def others_of(cells: Cells, chosen: Cell) -> list[Cell]:
-    return cells.others(chosen.point, chosen.tuned, chosen.trial)
+    return cells.others(chosen.point, chosen.tuned)
 
 
 def test_a_cells_steps_are_those_of_its_last_line_however_long(folder):
@@ -131,11 +131,6 @@ def test_every_cell_is_its_recipe(folder):
     assert [(other.seed, other.tuned, other.recipe.train.seed) for other in others] == [(2, "2e-3", 2)]
     for each in (cell, *others):
         assert load_recipe(folder / "base.yaml", each.overrides) == each.recipe
-    trials = Cells(grid_of(folder, GRID.replace("tune: {", "tune: {set: {train.steps: 3}, ")), folder / "base.yaml")
-    trial = trials.first[("64", "no"), "2e-3"]
-    assert (trial.recipe.train.steps, trial.name) == (3, "64_no_2e-3_seed-1_trial")
-    assert [(other.seed, other.trial) for other in others_of(trials, trial)] == [(1, False), (2, False)]
-    assert len(trials) == 5 * (3 + 2)
     (folder / "base.yaml").unlink()
     assert others_of(cells, cell) == others, "the base as it was at first"
     assert cell.name == "256_yes_2e-3_seed-1"
@@ -168,7 +163,7 @@ def test_what_one_axis_drops_is_gone_whatever_others_say_of_it(folder):
 def test_an_axis_adds_a_memory_to_cells_that_have_none(folder):
     axes = "{kind: {none: {}, hash: {model.memories.tables: {kind: hash, bits: 4}}}}"
     grid = grid_of(folder, f"base: base.yaml\nset: {{model.memories: null}}\naxes: {axes}\n", None)
-    models = [cell.recipe.model for cell in Cells(grid, folder / "base.yaml").whole.values()]
+    models = [cell.recipe.model for cell in Cells(grid, folder / "base.yaml").first.values()]
     assert [list(model.memories) for model in models] == [[], ["tables"]]
 
 
@@ -229,7 +224,6 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
             "set: {train.epochs: 2}\nequal: tokens",
             "slots none, norm no, equal tokens: train.epochs",
         ),
-        ("tune: {", "tune: {set: {optim.lr: 5e-3}, ", "optim.lr is set by its tune and by its tune.set"),
         ("large: {axes: {slots: {256: {model.memories.pkm.heads: 2}}}}", "large: 5", "scales.large: found 5"),
         ("seeds: [1, 2]", "seeds: 3", "seeds: found 3|a list"),
     ],
@@ -263,7 +257,7 @@ def steps_at(folder: Path, equal: str, tune: str = "") -> dict[tuple[Point, str 
     known = with_vocab_sizes(Cells(grid, folder / "base.yaml", ["train.steps=600"]), None)
     relative = relative_steps(known, grid, folder, lambda line: None, retime=False)
     cells = Cells(grid, folder / "base.yaml", ["train.steps=600"], relative)
-    return {place: cell.recipe.train.steps for place, cell in cells.whole.items()}
+    return {place: cell.recipe.train.steps for place, cell in cells.first.items()}
 
 
 def test_at_equal_amounts_each_model_has_the_steps_that_take_it(folder):
@@ -303,44 +297,24 @@ def test_steps_at_equal_seconds_are_timed_once_and_kept(folder):
 
 def test_epochs_without_tokens_are_left_to_training(folder):
     cells = Cells(grid_of(folder, EQUAL, None), folder / "base.yaml", ["train.epochs=2"])
-    assert {cell.recipe.train.epochs for cell in cells.whole.values()} == {2}
+    assert {cell.recipe.train.epochs for cell in cells.first.values()} == {2}
 
 
 def test_what_takes_as_many_steps_at_both_is_one_run(folder):
-    tune = "tune: {values: [1e-3, 2e-3], set: {train.steps: 100}}\n"
+    tune = "tune: {values: [1e-3, 2e-3]}\n"
     grid = grid_of(folder, f"{EQUAL}equal: [tokens, operations]\nseeds: [1, 2]\n{tune}", None)
     known = with_vocab_sizes(Cells(grid, folder / "base.yaml"), None)
     relative = relative_steps(known, grid, None, lambda line: None, retime=False)
     cells = Cells(grid, folder / "base.yaml", relative=relative)
     names = {place[0]: cell.name for place, cell in cells.first.items() if place[1] == "1e-3"}
-    assert names["none", "tokens"] == names["none", "operations"] == "none_1e-3_seed-1_trial"
-    assert names["pkm", "tokens"] == "pkm_1e-3_seed-1_trial"
-    assert names["pkm", "operations"] == "pkm_operations_1e-3_seed-1_trial"
-    assert names["half", "tokens"] == "half_tokens_1e-3_seed-1_trial"
-    assert cells.first[("half", "tokens"), "1e-3"].recipe.train.steps == 200, "trials have an equal share, too"
-    assert len(cells) == 5 * (2 + 2)
-
-
-def test_points_that_share_a_trial_have_runs_of_their_own(folder):
-    """Of 50 steps, as many at both amounts; of 1,000, not."""
-    (folder / "base.yaml").write_text(BASE.replace("train: {", "train: {steps: 1000, "))
-    tune = "tune: {values: [1e-3, 2e-3], set: {train.steps: 50}}\n"
-    grid = grid_of(folder, f"{EQUAL}equal: [tokens, seconds]\nseeds: [1, 2]\n{tune}", None)
-    more = {(point, value): 1.005 for point in grid.points() if point[1] == "seconds" for value in grid.tune.values}
-    cells = Cells(grid, folder / "base.yaml", relative=more)
-    results = Results(grid, cells, {place: {} for place in cells.whole})
-    assert len({cell.name for cell in cells.first.values()}) == 3 * 2
-    assert len(cells) == 3 * 2 + 6 * 2
-    for cell in cells.first.values():
-        results.add(measured_by_hand(cell, {"valid_loss": float(cell.tuned)}))
-    for point in grid.points():
-        for cell in cells.others(point, "1e-3", True):
-            results.add(measured_by_hand(cell, {"valid_loss": 1.0}))
-    for point in grid.points():
-        steps = 1005 if point[1] == "seconds" else 1000
-        assert [one.cell.recipe.train.steps for one in results.chosen(point)] == [steps] * 2
-        assert [one.cell.recipe.train.steps for one in results.tried(point)] == [50] * 2 + [steps] * 2
-    assert len(results.in_order()) == results.ended == len(cells)
+    assert names["none", "tokens"] == names["none", "operations"] == "none_1e-3_seed-1"
+    assert names["pkm", "tokens"] == "pkm_1e-3_seed-1"
+    assert names["pkm", "operations"] == "pkm_operations_1e-3_seed-1"
+    assert names["half", "tokens"] == "half_tokens_1e-3_seed-1"
+    steps = {model: cells.first[(model, "tokens"), "1e-3"].recipe.train.steps for model in ("none", "half")}
+    assert steps["half"] == 2 * steps["none"]
+    assert len(cells) == 5 * (2 + 1)
+    results = Results(grid, cells, {place: {} for place in cells.first})
     ran = []
 
     class Recorder(Runner):
@@ -349,8 +323,10 @@ def test_points_that_share_a_trial_have_runs_of_their_own(folder):
             return measured_by_hand(cell, {"valid_loss": float(cell.tuned)})
 
     Recorder(folder, grid.measure, Workers(2), StopRequest(), "").run(cells, results.add, lambda running: None)
-    assert sorted(name for name, _ in ran) == sorted(results.outcomes)
-    assert {name for name, measure in ran if measure} == {name for name in results.outcomes if "trial" not in name}
+    assert len(set(ran)) == len(ran)
+    assert {name for name, _ in ran} == results.outcomes.keys()
+    assert {name for name, measure in ran if measure} == {name for name in results.outcomes if "1e-3" in name}
+    assert len(results.in_order()) == results.ended == len(cells)
 
 
 def test_a_quoted_value_reaches_the_recipe_as_it_is(folder):
@@ -467,7 +443,7 @@ def measured_by_hand(cell: Cell, facts: Mapping[str, object]) -> CellOutcome:
 
 def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {place: {"dense": 2_000_000, "memory": 3_000_000} for place in cells.whole})
+    results = Results(cells.grid, cells, {place: {"dense": 2_000_000, "memory": 3_000_000} for place in cells.first})
     tuning = cells.tuning(P[2])
     for cell, loss, ppl in zip(tuning, (5.0, 4.0, 4.5), (150.0, 50.0, 80.0), strict=True):
         results.add(measured_by_hand(cell, {"valid_loss": loss, "test_token_ppl": ppl, "seconds": 0.4}))
@@ -496,7 +472,7 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
 
 def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+    results = Results(cells.grid, cells, {place: {} for place in cells.first})
     first, second, third = cells.tuning(P[0])
     for cell in (first, second):
         results.add(measured_by_hand(cell, {"valid_loss": 5.0, "test_token_ppl": 9.0}))
@@ -525,7 +501,7 @@ def test_a_measure_that_a_point_does_not_have_is_no_failure(folder):
     """A dense point, of which one learning rate has diverged, has no usage."""
     text = GRID.replace("[perplexity, usage, dense]", "[usage, perplexity, dense]")
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
-    results = Results(cells.grid, cells, {place: {"dense": 2_000_000, "memory": 0} for place in cells.whole})
+    results = Results(cells.grid, cells, {place: {"dense": 2_000_000, "memory": 0} for place in cells.first})
     *measured, diverged = cells.tuning(P[0])
     for cell, loss in zip(measured, (5.0, 4.0), strict=True):
         results.add(measured_by_hand(cell, {"valid_loss": loss, "test_token_ppl": 20.0}))
@@ -536,7 +512,7 @@ def test_a_measure_that_a_point_does_not_have_is_no_failure(folder):
 def test_costs_are_those_of_the_best_tuned_value(folder):
     text = GRID.replace("tune: {values: [1e-3, 2e-3, 4e-3]}", "tune: {key: model.layers, values: [2, 4]}")
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
-    results = Results(cells.grid, cells, {place: facts_of_cost(cell.recipe) for place, cell in cells.whole.items()})
+    results = Results(cells.grid, cells, {place: facts_of_cost(cell.recipe) for place, cell in cells.first.items()})
     two, four = (results.costs[P[0], layers]["dense"] for layers in ("2", "4"))
     assert results.values("dense", P[0]) == pytest.approx([two / 1e6]), "nothing is chosen yet"
     for cell, loss in zip(cells.tuning(P[0]), (4.0, 3.0), strict=True):
@@ -548,7 +524,7 @@ def test_costs_are_those_of_the_best_tuned_value(folder):
 def test_where_nothing_is_chosen_other_seeds_count_though_the_first_diverged(folder):
     text = GRID.replace("tune: {values: [1e-3, 2e-3, 4e-3]}\n", "")
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
-    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+    results = Results(cells.grid, cells, {place: {} for place in cells.first})
     (first,) = cells.tuning(P[0])
     results.add(CellOutcome(first, "diverged", {}))
     (other,) = others_of(cells, first)
@@ -559,7 +535,7 @@ def test_where_nothing_is_chosen_other_seeds_count_though_the_first_diverged(fol
 
 def test_seeds_that_agree_can_be_drawn(folder):
     cells = Cells(grid_of(folder, GRID.replace("seeds: [1, 2]", "seeds: [1, 2, 3]")), folder / "base.yaml")
-    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+    results = Results(cells.grid, cells, {place: {} for place in cells.first})
     for cell in cells.first.values():
         for each in (cell, *others_of(cells, cell)):
             results.add(measured_by_hand(each, {"valid_loss": 1.0, "test_token_ppl": 1.2e-2}))
@@ -569,7 +545,7 @@ def test_seeds_that_agree_can_be_drawn(folder):
 
 def test_what_lies_at_zero_has_a_place_on_a_logarithmic_axis(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+    results = Results(cells.grid, cells, {place: {} for place in cells.first})
     for point in P:
         usage = [USED | {"mass": {"usage": 0.5 * (point[0] != "none"), "kl": 1.0}}]
         for cell in cells.tuning(point):
@@ -581,7 +557,7 @@ def test_what_lies_at_zero_has_a_place_on_a_logarithmic_axis(folder):
 
 def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+    results = Results(cells.grid, cells, {place: {} for place in cells.first})
     by_slots, by_usage = cells.grid.figures
     assert picture(results, by_slots, LOOK) is None, "nothing measured, nothing drawn"
     lines = [[point for point in P if point[1] == norm] for norm in ("yes", "no")]
@@ -618,7 +594,7 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
     figures = f"measure: [perplexity, usage]\nfigures: {by}\n"
     text = GRID.split("without:")[0].replace("axes:\n", axes) + figures
     cells = Cells(grid_of(folder, text, None), folder / "base.yaml")
-    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+    results = Results(cells.grid, cells, {place: {} for place in cells.first})
     for cell in cells.first.values():
         usage = [USED] if cell.recipe.model.memories else []
         results.add(measured_by_hand(cell, {"test_token_ppl": 20.0, "usage": usage}))
@@ -651,7 +627,7 @@ paper: {perplexity: [9.0, 8.0, 7.0, 6.0], bits_per_byte: [4.0, 3.0, 2.0, 1.0]}
     cells = Cells(grid_of(folder, text, None), folder / "base.yaml", (), {})
 
     def told(tokenizers: str) -> Results:
-        results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+        results = Results(cells.grid, cells, {place: {} for place in cells.first})
         for number, model in enumerate(cells.grid.axes["model"]):
             facts = {"tokenizer": tokenizers[number], "total": 1000 * (number + 1), "run": model}
             facts |= {"kind": "product-key" if model == "pkm" else "dense", "test_token_ppl": 60.0 - 10 * number}
@@ -678,7 +654,7 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
     other = Cells(grid_of(folder, GRID.replace("model.dim: 16", "model.dim: 32")), folder / "base.yaml")
 
     def recalled(cells: Cells) -> Results:
-        results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+        results = Results(cells.grid, cells, {place: {} for place in cells.first})
         assert results.values("speed", P[0]) == (), "nothing is there"
         for cell, loss in zip(cells.tuning(P[0]), (4.0, 5.0, 6.0), strict=True):
             results.add(measured_by_hand(cell, {"valid_loss": loss}))
@@ -700,7 +676,7 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
 def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
     def results(*extra: str, text: str = GRID) -> Results:
         cells = Cells(grid_of(folder, text), folder / "base.yaml", extra)
-        return Results(cells.grid, cells, {place: {} for place in cells.whole})
+        return Results(cells.grid, cells, {place: {} for place in cells.first})
 
     swept = SweepFolder(folder / "swept", "grid", None)
     swept.runs.mkdir(parents=True)
@@ -755,7 +731,7 @@ def test_the_papers_grids_are_possible_at_every_scale(path, monkeypatch):
         grid, _ = read_grid(path, scale)
         cells = Cells(grid, path.parent / grid.base, ["model.vocab_size=50000"])
         assert len(cells) >= len(grid.points())
-        costs = {place: facts_of_cost(cell.recipe) for place, cell in cells.whole.items()}
+        costs = {place: facts_of_cost(cell.recipe) for place, cell in cells.first.items()}
         plan = Results(grid, cells, costs).plan({}).render()
         assert max(map(len, plan.splitlines())) <= 80, "a dry run fits a terminal"
         for measure in grid.paper:
