@@ -51,12 +51,16 @@ def name_of(device: torch.device) -> str:
     return f"cpu, {threads} thread{'s' * (threads > 1)}"
 
 
+def cpu_name() -> str:
+    """The CPU, with a mark of its instructions, on which its arithmetic depends: virtual machines shorten names."""
+    abilities = torch.cpu.get_capabilities()
+    mark = hashlib.sha256(repr(sorted(abilities.items())).encode()).hexdigest()[:8]
+    return f"{abilities.get('cpu_name', '')} {mark}".strip()
+
+
 def machine() -> dict[str, str]:
     """What a timing depends on: the device with its threads, the CPU, and the version of torch."""
-    abilities = torch.cpu.get_capabilities()
-    mark = hashlib.sha256(repr(sorted(abilities.items())).encode()).hexdigest()[:8]  # virtual machines shorten names
-    cpu = f"{abilities.get('cpu_name', '')} {mark}".strip()
-    return {"device": name_of(default_device()), "cpu": cpu, "torch": torch.__version__}
+    return {"device": name_of(default_device()), "cpu": cpu_name(), "torch": torch.__version__}
 
 
 def free_bytes(device: torch.device) -> int:

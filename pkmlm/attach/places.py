@@ -126,7 +126,7 @@ class Attached(nn.Module):
         self.token_ids: HostIds | None = None
         chosen: dict[int, nn.Module] = {}
         if made is not None:
-            check_layer(made, self.dim, layers)
+            check_layer(made, self.dim, vocabulary_of(host), layers)
             made.tap.layer, made.tap.name, chosen = layers[0], name, {layers[0]: made}
         else:
             chosen = self.build(host, layers)

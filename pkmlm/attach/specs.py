@@ -92,13 +92,16 @@ def place_of(spec: Spec, mode: Mode) -> Place:
     return possible[mode]
 
 
-def check_layer(layer: SparseMemory, dim: int, layers: Sequence[int]) -> None:
-    """Raise a UserError if a user's layer does not fit into a block of a model of width D."""
+def check_layer(layer: SparseMemory, dim: int, vocab_size: int, layers: Sequence[int]) -> None:
+    """Raise a UserError if a user's layer does not fit into a block of a model of width D and V tokens."""
     name = type(layer).__name__
     if len(layers) != 1:
         raise UserError(f"layers is {list(layers)} (expected one block for a {name})", "attach one layer a block")
     if layer.dim != dim:
         raise UserError(f"memory: the {name} has width {layer.dim} (expected {dim}, the model's)")
+    found, wanted = layer.tap.slots, layer.spec.tables(dim, vocab_size)[-1].rows
+    if found != wanted:
+        raise UserError(f"memory: the {name} has {found:,} rows (expected {wanted:,}, for the model's vocabulary)")
     if layer.tap.pool:
         hint = "give keys: share_values: True"
         raise UserError(f"memory: the {name} reads a pool (expected tables of its own)", hint)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Positions up to which a CPU reads a mask: at 128 it is faster than a call per document, at 2,048 far slower; at 512 it
 # depends on the documents.
 SHORT = 256
+MEAN_LENGTH = 64  # and of shorter documents, on average, always: with `data.pack: false` each pad begins one
 
 
 @dataclass
@@ -115,7 +116,7 @@ def within_documents(
         return None
     place_S = torch.arange(begins_BS.shape[1], device=begins_BS.device)
     positions_BT = (place_S - (begins_BS * place_S).cummax(1).values)[:, -new:]
-    if plain_on_cpu and not cached and new > SHORT:
+    if plain_on_cpu and not cached and new > SHORT and MEAN_LENGTH * int(begins_BS.sum()) <= begins_BS.numel():
         return Documents(positions_BT)
     document_BS = begins_BS.cumsum(1)
     same_BTS = document_BS[:, -new:, None] == document_BS[:, None]

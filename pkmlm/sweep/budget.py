@@ -85,12 +85,13 @@ def relative_seconds(
     """
     file = folder / FILE if folder else None
     known: dict[str, float] = {}
+    busy = 0.0
     if file and file.exists() and not retime:
         kept = read_json(file, "the times of steps", exit_code=1, schema=Paces)
         if kept["first"] != first:
             message = f"{file}: the grid's first model is another now (expected the one from which steps were counted)"
             raise UserError(message, "set it back, or name another folder with -o")
-        known = kept["relative"]
+        known, busy = kept["relative"], kept["busy_cores"]
     missing = {key: recipe for key, recipe in recipes.items() if key not in known}
     if missing:
         times = time_steps({first: recipes[first]} | missing, say)
@@ -100,6 +101,6 @@ def relative_seconds(
         seconds = {key: median(found) for key, found in times["steps"].items()}
         known = {key: each / seconds[first] for key, each in seconds.items()} | known
         if file:
-            timed = {"timed_on": times["timed_on"], "busy_cores": times["busy_cores"]}
+            timed = {"timed_on": times["timed_on"], "busy_cores": max(busy, times["busy_cores"])}
             write_json(file, timed | {"first": first, "relative": known})
     return known

@@ -20,7 +20,16 @@ from pkmlm.sweep.grid import Grid, Point
 
 Place = tuple[Point, str | None]  # a point and a value of the tuned key, None where nothing is tuned
 WRONG_USAGE = 2  # exit code of a command
-PROVENANCE = ("versions", "commit", "source_sha256", "device", "precision", "ranks", "earlier")  # keys of run.json
+PROVENANCE = (
+    "versions",
+    "commit",
+    "source_sha256",
+    "device",
+    "cpu",
+    "precision",
+    "ranks",
+    "earlier",
+)  # keys of run.json
 
 
 @dataclass(frozen=True)
@@ -98,11 +107,14 @@ class Cells:
             if self.grid.equal:
                 if recipe.train.epochs is not None:
                     raise UserError("train.epochs: found with the grid's equal (expected train.steps, which it scales)")
-                steps = max(1, round(recipe.train.steps * self.relative.get((point, tuned), 1.0)))
-                if steps == recipe.train.steps:
-                    named = self.grid.own(point)
-                else:
-                    overrides.insert(-1, f"train.steps={steps}")
+                own, asked = self.grid.own(point), recipe.train.steps
+                relative = {str(each): self.relative.get(((*own, each), tuned), 1.0) for each in self.grid.equal}
+                steps = {each: max(1, round(asked * factor)) for each, factor in relative.items()}
+                mine = steps[point[-1]]
+                # One run for all amounts at which it takes as many steps.
+                named = own if mine == asked else (*own, next(each for each in steps if steps[each] == mine))
+                if mine != asked:
+                    overrides.insert(-1, f"train.steps={mine}")
                     recipe = recipe_of(self.tree, overrides)
             folders = recipe.data.folders
             if recipe.train.epochs is not None and folders and all(map(holds_tokens, folders)):

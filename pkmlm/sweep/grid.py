@@ -261,6 +261,13 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
             if len(others) != wanted:
                 found = f"found {len(others)} values of {key} (expected {wanted}, one for each of values)"
                 fail(f"tune.also.{key}", f"tune.also: {found}")
+    if grid.equal:
+        for key, cause in grid.varied():
+            if key in ("train.steps", "train.epochs"):
+                fail(
+                    EQUAL,
+                    f"equal: {key} is set by {cause} (expected it in set or in the base: it is the first point's)",
+                )
     unique: dict[str, Sequence[object]] = {
         "seeds": grid.seeds,
         "tune.values": grid.tune.values if grid.tune else (),

@@ -14,7 +14,7 @@ from matplotlib.transforms import Bbox
 from pkmlm.files import remove_file
 from pkmlm.report.metrics import MEASURES
 from pkmlm.report.plots import LETTER, SMALL, Look, drawing, file_name, label, legend, line_style, plain
-from pkmlm.sweep.grid import Figure, Grid, Point
+from pkmlm.sweep.grid import EQUAL, Figure, Grid, Point
 from pkmlm.sweep.results import Results
 
 Measurements = Callable[[str, Point], tuple[float, ...]]  # of a measure at a point: one a seed, or the paper's
@@ -52,21 +52,24 @@ def picture(results: Results, figure: Figure, look: Look) -> Canvas | None:
         value = grid.paper_value(measure, point)
         return () if value is None else (value,)
 
-    measured = known(grid, figure, results.values)
-    if not measured:
+    budgets = results.by_budget()
+    if not (measured := known(grid, figure, results.values, grid.points())):
         return None
     fewest = min(results.seeds_of(point, [figure.y]) for point in measured)
     lacking = f"\n(some: {fewest} of {len(grid.seeds)} seeds)" if 0 < fewest < len(grid.seeds) else ""
-    panels: list[tuple[str, Measurements]] = [(f"measured{lacking}", results.values)]
-    places = [(position(grid, figure, p, published), published(figure.y, p)) for p in known(grid, figure, published)]
-    if len(set(places)) > 1:
-        panels.append(("the paper", published))
+    panels: list[tuple[str, Measurements, list[Point]]] = []
+    for points in budgets:
+        at = f" at equal {points[0][-1]}" if len(budgets) > 1 else ""
+        panels.append((f"measured{at}{lacking}", results.values, points))
+    paper = known(grid, figure, published, budgets[0])
+    if len({(position(grid, figure, p, published), published(figure.y, p)) for p in paper}) > 1:
+        panels.append(("the paper", published, paper))
     canvas = look.figure(plain(grid.title), height=0.6 if figure.x in grid.axes else 0.8)
     both, names = list(canvas.subplots(1, len(panels), squeeze=False)[0]), []
-    for axes, (title, value) in zip(both, panels, strict=True):
+    for axes, (title, value, points) in zip(both, panels, strict=True):
         if len(panels) > 1 or lacking:
             axes.set_title(title)
-        names.append(panel(axes, grid, figure, value))
+        names.append(panel(axes, grid, figure, value, points))
     equal_heights(both)
     both[0].set_ylabel(MEASURES[figure.y].label)
     if figure.line:
@@ -93,26 +96,27 @@ def equal_heights(panels: Sequence[Axes]) -> None:
         axes.set_ylim(middle / factor**0.5, middle * factor**0.5)
 
 
-def known(grid: Grid, figure: Figure, value: Measurements) -> list[Point]:
-    """The points that have a place in the figure."""
-    return [p for p in grid.points() if value(figure.y, p) and (figure.x in grid.axes or value(figure.x, p))]
+def known(grid: Grid, figure: Figure, value: Measurements, points: Sequence[Point]) -> list[Point]:
+    """Those of some points that have a place in the figure."""
+    return [p for p in points if value(figure.y, p) and (figure.x in grid.axes or value(figure.x, p))]
 
 
-def panel(axes: Axes, grid: Grid, figure: Figure, value: Measurements) -> list[Named]:
-    """Draw the lines of one panel; returns the names of its points if x is a measure."""
+def panel(axes: Axes, grid: Grid, figure: Figure, value: Measurements, points: Sequence[Point]) -> list[Named]:
+    """Draw some points as the lines of one panel; returns their names if x is a measure."""
     named: list[Named] = []
     along_axis = figure.x in grid.axes
-    others = [axis for axis in grid.axes if axis != figure.line]
+    others = [axis for axis in grid.axes if axis not in (figure.line, EQUAL)]
     # A stroke joins points that differ only in the axis x, or, along a measure, only in the last axis.
     apart = [axis for axis in others if axis != figure.x] if along_axis else others[:-1]
     for number, name in enumerate(grid.names(figure.line) if figure.line else [None]):
-        points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
+        placed = known(grid, figure, value, points)
+        chosen = [p for p in placed if name is None or grid.place(p)[figure.line or ""] == name]
         style = line_style(number) | {"marker": "o"}
         if not along_axis:
             style["linestyle"] = "-" if figure.line else "none"
         shown = None if name is None else label(name)
         strokes: dict[tuple[str, ...], list[Point]] = {}
-        for point in points:
+        for point in chosen:
             strokes.setdefault(tuple(grid.place(point)[axis] for axis in apart), []).append(point)
         for run in strokes.values():
             found = [value(figure.y, p) for p in run]
@@ -120,7 +124,7 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Measurements) -> list[N
             # Rounding can put the mean of equal numbers beyond them, which must not become a bar.
             bars = [[max(0.0, fmean(s) - min(s)) for s in found], [max(0.0, max(s) - fmean(s)) for s in found]]
             where = [position(grid, figure, p, value) for p in run]
-            axes.errorbar(where, means, yerr=bars, **style, label=shown if run[0] == points[0] else None)
+            axes.errorbar(where, means, yerr=bars, **style, label=shown if run[0] == chosen[0] else None)
             for x, seeds, p in zip(where, found, run, strict=True) if not along_axis else ():
                 place = {axis: grid.place(p)[axis] for axis in others}  # the line's name is in the legend
                 own = " ".join(f"{axis} {at}" if at.isdecimal() else at for axis, at in place.items())

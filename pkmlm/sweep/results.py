@@ -175,8 +175,9 @@ class Results:
         """What the runs of these points take equally much of: without `equal`, tokens, if all recipes read as many."""
         if self.grid.equal:
             return points[0][-1]
-        trains = [self.cells.first[point, value].recipe.train for point in points for value in self.cells.values]
-        return "tokens" if len({train.steps * train.batch_tokens for train in trains}) == 1 else None
+        recipes = [self.cells.first[point, value].recipe for point in points for value in self.cells.values]
+        read = {(each.train.steps * each.train.batch_tokens, each.data.pack) for each in recipes}
+        return "tokens" if len(read) == 1 else None
 
     def tokenizer(self, point: Point) -> str | None:
         """The sha256 of the tokenizer of a point's runs; None if none was measured."""

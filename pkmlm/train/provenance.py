@@ -11,18 +11,18 @@ import torch
 from pkmlm import __version__
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
-from pkmlm.device import DeviceSettings, name_of
+from pkmlm.device import DeviceSettings, cpu_name, name_of
 from pkmlm.environment import source_commit, source_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
 
 # keys of the provenance
-ENVIRONMENT = ("versions", "commit", "source_sha256", "device", "precision", "precision_reason", "ranks")
+ENVIRONMENT = ("versions", "commit", "source_sha256", "device", "cpu", "precision", "precision_reason", "ranks")
 
 
 def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory) -> dict[str, Any]:
     """What run.json says about the run's parameters, the tokens that a step reads on average, and the process that
-    trains it (command line, versions, commit and digest of the code, device, precision and ranks). If the run is
+    trains it (command line, versions, commit and digest of the code, device, CPU, precision and ranks). If the run is
     resumed, "earlier" lists the environments of earlier processes that differed.
     """
     before = run.facts()
@@ -38,6 +38,7 @@ def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory
         "commit": source_commit(),
         "source_sha256": source_sha256(),
         "device": name_of(settings.device),
+        "cpu": cpu_name(),
         "precision": settings.precision,
         "precision_reason": settings.reason,
         "ranks": ranks,

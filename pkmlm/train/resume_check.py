@@ -114,7 +114,7 @@ def change_warnings(
     """
     changed = []
     before, now = (facts_before.get("versions") or {}) | facts_before, facts["versions"] | facts
-    for name in ("torch", "numpy", "device", "precision", "ranks"):  # numpy orders the data
+    for name in ("torch", "numpy", "device", "cpu", "precision", "ranks"):  # numpy orders the data
         if before.get(name) not in (None, now[name]):
             changed.append(change(name, before[name], now[name]))
     if before.get("source_sha256") not in (None, now["source_sha256"]):

@@ -122,7 +122,7 @@ def test_keys_that_decide_a_runs_numbers_are_fixed():
 
 def test_only_what_changes_numbers_is_listed():
     versions = {"torch": "2", "numpy": "2"}
-    facts = {"versions": versions, "source_sha256": "a", "device": "cpu", "precision": "fp32", "ranks": 1}
+    facts = {"versions": versions, "source_sha256": "a", "device": "cpu", "cpu": "A", "precision": "fp32", "ranks": 1}
     plain = recipe_2019()
     longer = replace(plain, train=replace(plain.train, steps=2 * plain.train.steps))
     cosine, long_cosine = (replace(each, optim=replace(each.optim, schedule="cosine")) for each in (plain, longer))
@@ -134,6 +134,7 @@ def test_only_what_changes_numbers_is_listed():
     for before, now, after, changed in (
         (plain, plain, facts | {"ranks": 2}, ["ranks was 1 and is now 2"]),
         (plain, plain, facts | {"device": "cuda"}, ["device was cpu and is now cuda"]),
+        (plain, plain, facts | {"cpu": "B"}, ["cpu was A and is now B"]),
         (plain, plain, facts | {"source_sha256": "b"}, ["the code of pkmlm has changed"]),
         (cosine, long_cosine, facts, ["train.steps was"]),
         (plain, decaying, facts, ["train.steps was", "optim.decay_steps was 0 and is now 9"]),

@@ -268,6 +268,7 @@ def test_a_layer_that_does_not_fit_is_refused_and_left_alone():
     for layer, layers, says in (
         (made(32, **small), [1, 2], "one block"),
         (made(16, **small), [1], "width 16"),
+        (pkmlm.TokenMemory(32, vocab_size=16), [1], "has 16 rows (expected 100"),
         (made(32, **{**small, "query_norm": "batch"}), [1], "padding"),
         (made(32, **small).bfloat16(), [1], "bfloat16"),
         (pkmlm.HashLayer(32, 32, bits=4), [1], "kind hash is qkv and ffn"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from pkmlm.device import is_native_on_cpu
-from pkmlm.model.attention import KVCache
+from pkmlm.model.attention import Documents, KVCache
 from pkmlm.model.transformer import Transformer, build_model, matrices_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.train.compile_and_recompute import recompute_activations
@@ -208,7 +208,7 @@ def test_documents_of_a_sequence_do_not_see_each_other(tmp_path, overrides):
             torch.testing.assert_close(own[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("context", [96, 320])  # with a mask; one document at a time
+@pytest.mark.parametrize(("context", "edges"), [(96, 0.05), (320, 0.05), (320, 0.005)])
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -217,7 +217,16 @@ def test_documents_of_a_sequence_do_not_see_each_other(tmp_path, overrides):
         ["model.smear=true", "model.kv_heads=1", MEMORIES],
     ],
 )
-def test_documents_that_begin_anywhere_do_not_see_each_other(tmp_path, context, overrides):
+def test_documents_that_begin_anywhere_do_not_see_each_other(tmp_path, context, edges, overrides, monkeypatch):
+    """With a mask; or long ones by themselves."""
+    apart = []
+
+    class Noted(Documents):
+        def __init__(self, positions_BT):
+            apart.append(positions_BT)
+            super().__init__(positions_BT)
+
+    monkeypatch.setattr("pkmlm.model.attention.Documents", Noted)
     sizes = [f"model.context={context}", f"train.batch_tokens={2 * context}"]
     model = random_model(tmp_path, "model.document_mask=true", *sizes, *overrides).train()
     if "train.recompute=true" in overrides:
@@ -225,10 +234,11 @@ def test_documents_that_begin_anywhere_do_not_see_each_other(tmp_path, context, 
             recompute_activations(block)
     random = torch.Generator().manual_seed(6)
     packed = torch.randint(1, VOCAB, (3, context), generator=random)
-    packed[:2][torch.rand(2, context, generator=random) < 0.05] = 0  # the third sequence is of one document
+    packed[:2][torch.rand(2, context, generator=random) < edges] = 0  # the third sequence is of one document
     packed[0, 40:42], packed[1, -1] = 0, 0  # documents of one token
     direction = torch.randn(3, context, VOCAB, dtype=torch.float64, generator=random)
     together = model(packed)
+    assert bool(apart) == (edges == 0.005)
     (together * direction).sum().backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
     model.zero_grad()

@@ -224,6 +224,11 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
             "set: {train.epochs: 2}\nequal: tokens",
             "slots none, norm no, equal tokens: train.epochs",
         ),
+        (
+            "axes:\n",
+            "equal: tokens\naxes:\n  length: {x: {train.steps: 9}}\n",
+            "5:1: equal: train.steps is set by its axis",
+        ),
         ("large: {axes: {slots: {256: {model.memories.pkm.heads: 2}}}}", "large: 5", "scales.large: found 5"),
         ("seeds: [1, 2]", "seeds: 3", "seeds: found 3|a list"),
     ],
@@ -281,11 +286,13 @@ def test_steps_at_equal_seconds_are_timed_once_and_kept(folder):
     relative = sorted(600 / steps for steps in found.values())
     assert sorted(kept["relative"].values()) == pytest.approx(relative, rel=0.01)
     pkm = next(key for key, value in kept["relative"].items() if found["pkm"] == round(600 / value))
-    kept["relative"] = {kept["first"]: 1.0, pkm: 3.0}
+    kept |= {"relative": {kept["first"]: 1.0, pkm: 3.0}, "busy_cores": 7.0}
     (folder / "budget.json").write_text(json.dumps(kept))
     again = {point[0]: steps for (point, _), steps in steps_at(folder, "seconds").items()}
     assert (again["none"], again["pkm"]) == (600, 200)
-    assert len(json.loads((folder / "budget.json").read_text())["relative"]) == 3, "the one that was missing"
+    kept_now = json.loads((folder / "budget.json").read_text())
+    assert len(kept_now["relative"]) == 3, "the one that was missing"
+    assert kept_now["busy_cores"] >= 7.0, "when the others were timed"
     kept["first"] = pkm
     (folder / "budget.json").write_text(json.dumps(kept))
     with pytest.raises(UserError, match="first model is another"):
@@ -302,7 +309,8 @@ def test_epochs_without_tokens_are_left_to_training(folder):
 
 def test_what_takes_as_many_steps_at_both_is_one_run(folder):
     tune = "tune: {values: [1e-3, 2e-3]}\n"
-    grid = grid_of(folder, f"{EQUAL}equal: [tokens, operations]\nseeds: [1, 2]\n{tune}", None)
+    short = "    short: {model.memories: null, train.batch_tokens: 32, train.micro_batch: 2}\n"
+    grid = grid_of(folder, f"{EQUAL}{short}equal: [tokens, operations]\nseeds: [1, 2]\n{tune}", None)
     known = with_vocab_sizes(Cells(grid, folder / "base.yaml"), None)
     relative = relative_steps(known, grid, None, lambda line: None, retime=False)
     cells = Cells(grid, folder / "base.yaml", relative=relative)
@@ -311,9 +319,10 @@ def test_what_takes_as_many_steps_at_both_is_one_run(folder):
     assert names["pkm", "tokens"] == "pkm_1e-3_seed-1"
     assert names["pkm", "operations"] == "pkm_operations_1e-3_seed-1"
     assert names["half", "tokens"] == "half_tokens_1e-3_seed-1"
+    assert names["short", "tokens"] == names["short", "operations"] == "short_tokens_1e-3_seed-1"
     steps = {model: cells.first[(model, "tokens"), "1e-3"].recipe.train.steps for model in ("none", "half")}
     assert steps["half"] == 2 * steps["none"]
-    assert len(cells) == 5 * (2 + 1)
+    assert len(cells) == 6 * (2 + 1)
     results = Results(grid, cells, {place: {} for place in cells.first})
     ran = []
 
@@ -609,6 +618,24 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
     assert [name.get_text() for name in canvas.legends[0].get_texts()] == ["no", "yes"]
     (panel,) = picture(results, cells.grid.figures[1], LOOK).axes
     assert [list(stroke[0].get_xdata()) for stroke in panel.containers] == [[0, 1, 2]] * 4, "one for each depth"
+
+
+def test_a_picture_has_a_panel_for_each_equal_amount(folder):
+    text = f"{EQUAL}equal: [tokens, operations]\nfigures: [{{x: model, y: bits_per_byte}}]\n"
+    grid = grid_of(folder, text, None)
+    known = with_vocab_sizes(Cells(grid, folder / "base.yaml"), None)
+    cells = Cells(grid, folder / "base.yaml", relative=relative_steps(known, grid, None, print, retime=False))
+    results = Results(grid, cells, {place: {} for place in cells.first})
+    for (point, _), cell in cells.first.items():
+        results.add(measured_by_hand(cell, {"test_bits_per_byte": 2.0 if point[-1] == "tokens" else 1.0}))
+    tokens, operations = picture(results, grid.figures[0], LOOK).axes
+    assert [axes.get_title() for axes in (tokens, operations)] == [
+        "measured at equal tokens",
+        "measured at equal operations",
+    ]
+    for axes in (tokens, operations):
+        (stroke,) = axes.containers
+        assert [list(x) for x in (stroke[0].get_xdata(),)] == [[0, 1, 2]], "one line, of the points at this amount"
 
 
 def test_no_part_of_a_report_ranks_perplexities_of_other_tokenizers(folder):

@@ -29,6 +29,10 @@ def test_the_row_of_the_token_is_added_times_a_factor():
     expected = torch.zeros(V, D, dtype=torch.float64)
     expected.index_add_(0, tokens.flatten(), (2 * 0.1 * out.detach()).flatten(0, 1))
     torch.testing.assert_close(layer.values.weight_KD.grad, expected, rtol=1e-6, atol=1e-9)
+    for wrong in (V, -1):
+        tokens[1, 2] = wrong
+        with pytest.raises(ValueError, match=f"found token {wrong} "):
+            layer(x, past._replace(ids_BTG=tokens[..., None]))
 
 
 def test_each_head_has_a_gate_of_the_stream():

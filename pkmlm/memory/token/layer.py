@@ -70,8 +70,18 @@ class TokenMemory(SparseMemory):
         self.reset_parameters()
 
     def rows_of(self, ids_BTG: Tensor) -> Tensor:
-        """The row of each token: its id."""
-        return ids_BTG[..., :1]
+        """The row of each token: its id. On a CPU, ids outside of the table are refused; a GPU would have to wait.
+
+        Raises:
+            ValueError: an id is not one of the vocabulary's.
+        """
+        rows_BT1 = ids_BTG[..., :1]
+        if rows_BT1.device.type == "cpu" and rows_BT1.numel():
+            low, high = map(int, rows_BT1.aminmax())
+            if low < 0 or high >= self.tap.slots:
+                found = low if low < 0 else high
+                raise ValueError(f"{self.tap.label}: found token {found} (expected 0 to {self.tap.slots - 1})")
+        return rows_BT1
 
     def answer(self, slots_S: Tensor) -> Tensor:
         """The rows, times the factor."""
