@@ -5,55 +5,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import PATH, force_option, over_option, quiet_option, several
+from pkmlm.cli.options import PATH, force_option, over_option, quiet_option
 from pkmlm.cli.show import Output, report_options
 from pkmlm.console import status_line, warn_each
+from pkmlm.errors import UserError
 from pkmlm.report.equal import Over
-from pkmlm.report.metrics import OVER_TOKENS
 
 if TYPE_CHECKING:
     from pkmlm.report.plots import Look
 
 
-def pairs_of_names(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """RUN=TEXT, each RUN once."""
-    found: dict[str, str] = {}
-    for value in values:
-        run, separator, text = value.partition("=")
-        if not (run and separator and text) or run in found:
-            problem = f"{run} twice" if run in found else f"{value!r} (expected RUN=TEXT)"
-            raise click.BadParameter(problem, context, parameter)
-        found[run] = text
-    return found
-
-
 @click.command()
 @click.argument("run_paths", type=PATH, metavar="RUN...", nargs=-1, required=True)
 @report_options(plots="Also write plots into this folder: learning curves, and usage of memories over tokens.")
-@click.option(
-    "--name",
-    "names",
-    multiple=True,
-    callback=pairs_of_names,
-    metavar="RUN=TEXT",
-    help="Call the row of RUN, and of its other seeds, TEXT in tables and pictures. May be repeated.",
-)
 @over_option
-@click.option(
-    "--panels",
-    callback=several(click.Choice(list(OVER_TOKENS))),
-    metavar=",".join(OVER_TOKENS),
-    help="Panels of the picture over tokens. Default: all that have data.",
-)
 @click.option("--plot-log", is_flag=True, help="Draw curves over a logarithmic axis, for long runs.")
 @force_option
 @quiet_option
 def command(
     run_paths: tuple[str, ...],
     out: Output,
-    names: dict[str, str],
     over: tuple[Over, ...],
-    panels: tuple[str, ...],
     plot_log: bool,
     force: bool,
     quiet: bool,
@@ -70,23 +42,28 @@ def command(
       pkmlm compare runs/dense runs/pkm
       pkmlm compare runs/* --plots pictures --plot-format pdf --plot-width 3.3
       pkmlm compare runs/* --over tokens,seconds --plots pictures
-      pkmlm compare runs/a runs/b --name runs/a=dense --format latex > table.tex
+      pkmlm compare runs/a runs/b --format latex > table.tex
       pkmlm compare runs/* --format csv > runs.csv
     """
     from pkmlm.report.compare import compare_runs
     from pkmlm.report.tables import compare_rows, compare_tables
 
     out.refuse_plots(force)
-    comparison = compare_runs(run_paths, names)
+    comparison = compare_runs(run_paths)
     warn_each(comparison.warnings)  # before misleading numbers are read, or steps are timed
-    equals = []
+    equals, problem = [], None
     if over:
         from pkmlm.bench.steps import step_amounts  # needs torch
 
-        with status_line(quiet) as say:
-            for each in over:
-                if equal := comparison.at_equal(each, step_amounts(each, comparison.runs, say)):
-                    equals.append(equal)
+        for each in over:
+            try:
+                with status_line(quiet) as say:
+                    amounts = step_amounts(each, comparison.runs, say)
+            except UserError as error:  # too little memory for all models at once, for example
+                problem = UserError(f"no table over {each}: {error.message}", error.hint, exit_code=1)
+                continue
+            if equal := comparison.at_equal(each, amounts):
+                equals.append(equal)
     record: dict[str, Any] = {"runs": comparison.facts, "groups": [group.as_json() for group in comparison.groups]}
     if equals:
         record["equal"] = {each.over: each.as_json() for each in equals}
@@ -94,8 +71,10 @@ def command(
     def draw(folder: Path, look: "Look") -> list[Path]:
         from pkmlm.report.plots import draw_comparison
 
-        return draw_comparison(folder, comparison, over or ("steps",), look, plot_log, panels or OVER_TOKENS)
+        return draw_comparison(folder, comparison, over or ("steps",), look, plot_log)
 
     tables, rows = compare_tables(comparison.groups, equals), compare_rows(comparison.groups)
     out.show(record, tables, csv=rows, draw=draw)
+    if problem:
+        raise problem
     return 1 if comparison.damaged else 0

@@ -41,7 +41,7 @@ class Output(NamedTuple):
         """
         if self.plots is None:
             context = click.get_current_context()
-            for name in ("plot_format", "plot_width", "plot_log", "panels"):
+            for name in ("plot_format", "plot_width", "plot_log"):
                 if given(context, name):
                     what = f"--{name.replace('_', '-')} requires --plots"
                     raise UserError(what, "give a folder for pictures: --plots DIR")

@@ -45,6 +45,7 @@ def score_answers(
     tokenizer = run.tokenizer
     samples: list[dict[str, Any]] = []
     lengths = corpus.answer_lengths(0, corpus.documents)
+    ends = (lengths - 1).cumsum()
     for i in range(world.rank, corpus.documents, world.size):
         ids, length = corpus.document(i).tolist(), int(lengths[i]) - 1
         prompt, answer = [run.prefix, *ids[: len(ids) - length]], ids[len(ids) - length :]
@@ -53,7 +54,7 @@ def score_answers(
         given = "".join(stream_text(tokenizer, prompt, drawn))
         sample = {"document": i, "prompt": asked, "answer": right, "given": given}
         samples.append(sample | {"exact_match": given.strip() == right.strip()})
-        advance(int(lengths[: i + 1].sum()) - i - 1)
+        advance(int(ends[i]))
     gathered = (sample for of_rank in world.gather_objects(samples) for sample in of_rank)
     samples = sorted(gathered, key=lambda sample: int(sample["document"]))
     right_ones = sum(sample["exact_match"] for sample in samples)

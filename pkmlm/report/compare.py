@@ -9,18 +9,15 @@ from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, median, stdev
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pkmlm.errors import UserError
-from pkmlm.files import read_json
 from pkmlm.recipe.schema import Recipe, recipe_sha256
 from pkmlm.report.equal import Equal, Over, at_equal
 from pkmlm.report.metrics import FLOORED, METRICS
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
 from pkmlm.runs.results import (
-    SweepTimings,
     average_accuracy,
     partial_tasks,
     perplexities,
@@ -65,8 +62,6 @@ class Group(NamedTuple):
 class Comparison:
     """Runs by name, the facts of each (see `facts_of`), the same in groups, warnings about what cannot be compared, and
     the names of damaged runs, which are left out.
-
-    The facts have one more key, scoring_tokens_per_second, see `timed_side_by_side`.
     """
 
     runs: dict[str, RunDirectory]
@@ -143,17 +138,15 @@ def comparable_with_dense(groups: Sequence[Group]) -> tuple[Group | None, list[G
     return dense, [group for group in groups if alike(group)]
 
 
-def compare_runs(paths: Sequence[str], names: Mapping[str, str] = MappingProxyType({})) -> Comparison:
+def compare_runs(paths: Sequence[str]) -> Comparison:
     """Read some runs. Paths that exist but are not runs, as a shell's glob may give, are left out with a warning, and
     so are runs that are damaged.
 
     Args:
         paths: of the run directories.
-        names: by path of a run, what its group is called.
 
     Raises:
-        UserError: a run does not exist, no path is a run, or (exit code 1) all runs are damaged or cannot be read; a
-            name is for another path, or stands for two groups, or a group has two.
+        UserError: a run does not exist, no path is a run, or (exit code 1) all runs are damaged or cannot be read.
     """
     existing = {path: RunDirectory(path) for path in paths if Path(path).exists()}
     strays = {path for path, run in existing.items() if not run.recipe_file.is_file() and not run.steps()}
@@ -175,10 +168,7 @@ def compare_runs(paths: Sequence[str], names: Mapping[str, str] = MappingProxyTy
                 raise
             damaged.append(label)
             warnings.append(f"left out {label}: {error.message}")
-    timed, unread = timed_side_by_side(runs)
-    warnings += unread
     for run in facts:
-        run["scoring_tokens_per_second"] = timed.get(run["run"])
         logged, last = run["step"] or 0, saved[run["run"]]
         if not last and run["status"] in ("finished", "patience"):
             warnings.append(f"{run['run']}: its checkpoints are gone: what is shown is what it logged")
@@ -195,8 +185,7 @@ def compare_runs(paths: Sequence[str], names: Mapping[str, str] = MappingProxyTy
         if partial := partial_tasks(evaluations[label]):
             tasks = ", ".join(sorted(partial))
             warnings.append(f"{label}: left out {tasks}: measured only in part, with --limit")
-    groups = named(seed_groups(runs, facts), runs, names)
-    return Comparison(runs, facts, groups, warnings + differences(facts), damaged)
+    return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(facts), damaged)
 
 
 def shared_tasks(facts: Sequence[Facts]) -> list[str]:
@@ -233,23 +222,6 @@ def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> lis
     return [Group(common_name([run["run"] for run in part]), part) for part in parts]
 
 
-def named(groups: Sequence[Group], runs: Mapping[str, RunDirectory], names: Mapping[str, str]) -> list[Group]:
-    """The groups under names of the user's own; see `compare_runs`."""
-    found = {group.name: group.name for group in groups}
-    for path, name in names.items():
-        label = next((label for label, run in runs.items() if run.path.resolve() == Path(path).resolve()), None)
-        group = next((group for group in groups if label in [run["run"] for run in group.runs]), None)
-        if group is None:
-            raise UserError(f"--name {path}={name}: {path} is not among the runs", "name the folder of one of them")
-        if found[group.name] not in (group.name, name):
-            raise UserError(f"--name {path}={name}: its row, {group.name}, has the name {found[group.name]} already")
-        found[group.name] = name
-    if len(set(found.values())) < len(found):
-        twice = next(name for name in found.values() if list(found.values()).count(name) > 1)
-        raise UserError(f"--name: two rows would be called {twice}", "give each a name of its own")
-    return [group._replace(name=found[group.name]) for group in groups]
-
-
 def common_name(names: Sequence[str]) -> str:
     """What names have in common, with their differences in braces; numbers stay in one piece: `pkm-seed-{9,10}`."""
     if len(names) == 1:
@@ -263,33 +235,6 @@ def common_name(names: Sequence[str]) -> str:
 def seedless(recipe: Recipe) -> str:
     """What recipes that differ at most in their seed have in common: a digest."""
     return recipe_sha256(replace(recipe, train=replace(recipe.train, seed=0)))
-
-
-def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> tuple[dict[str, float], list[str]]:
-    """Tokens per second at which `pkmlm sweep` scored text with the models of the runs, timed in turn in one process;
-    and warnings about damaged files. A sweep times one seed of each model, which stands for all. Empty if the runs were
-    timed in several sweeps, because the load of the machine may have differed.
-    """
-    sweeps: dict[Path, dict[str, Recipe]] = {}
-    for label, run in runs.items():
-        folder = run.path.resolve().parent
-        if folder.name == "cells" and (folder.parent / "results.json").is_file():
-            sweeps.setdefault(folder.parent / "results.json", {})[label] = run.recipe()
-    found, warnings = [], []
-    for file, recipes in sweeps.items():
-        try:
-            speeds = read_json(file, "the sweep's results", schema=SweepTimings)["speed"]
-        except UserError as error:
-            warnings.append(f"{error.message}; its timing is left out")
-            continue
-        timed = {speed["recipe"]: median(speed["tokens_per_second"]) for speed in speeds}
-        models = {
-            seedless(recipe): timed[sha256] for recipe in recipes.values() if (sha256 := recipe_sha256(recipe)) in timed
-        }
-        if models:
-            known = {label: models.get(seedless(recipe)) for label, recipe in recipes.items()}
-            found.append({label: speed for label, speed in known.items() if speed is not None})
-    return found[0] if len(found) == 1 else {}, warnings
 
 
 def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts], evaluations: Sequence[Facts]) -> Facts:

@@ -185,7 +185,6 @@ def draw_comparison(
     overs: Sequence[str],
     look: Look,
     log: bool = False,
-    panels: Collection[str] = OVER_TOKENS,
 ) -> list[Path]:
     """Draw the learning curves of runs over each of `overs`, and their use of memories over tokens, into a folder and
     return the files: none where no loss has been logged.
@@ -194,7 +193,6 @@ def draw_comparison(
         folder, look, log: see `draw_curves`.
         comparison: the runs.
         overs: keys of `AXES`.
-        panels: of the second, of `OVER_TOKENS`.
     """
     branches, drawn = comparison.branches(), []
     for over in overs:
@@ -204,7 +202,7 @@ def draw_comparison(
     dense, comparable = comparable_with_dense(comparison.groups)
     trunk = next((name for name, ends in branches.items() if dense and dense.name in (name, *ends)), None)
     names = [group.name for group in comparable]
-    figure = over_tokens(comparison.curves("tokens"), branches, trunk, names, look, panels)
+    figure = over_tokens(comparison.curves("tokens"), branches, trunk, names, look)
     return drawn + look.save(folder, "perplexity-and-use-over-tokens", figure)
 
 
@@ -404,7 +402,6 @@ def over_tokens(
     dense: str | None,
     comparable: Collection[str],
     look: Look,
-    panels: Collection[str] = OVER_TOKENS,
 ) -> Figure | None:
     """Perplexity, the lead over a dense run, and how memories are used, at each validation; None if no run has two
     validations. A panel without data is left out.
@@ -415,7 +412,6 @@ def over_tokens(
         dense: the name that others are compared with: curves with its curves, a branch with its branch of that length.
         comparable: the names whose losses can be compared with those of `dense`.
         look: of the figure.
-        panels: those of `OVER_TOKENS` that are drawn.
     """
     lines = {name: [token_lines(*seed) for seed in seeds] for name, seeds in runs.items()}
     if all(len(seed["loss"]) < 2 for name in branches for seed in lines[name]):
@@ -440,7 +436,7 @@ def over_tokens(
             alike = shorter.get(seed["loss"][-1, 0], []) if name in led else []
             whole, end = seed | {"lead": lead(seed["loss"], alike)}, seed["loss"][-1, 0]
             drawn.append((mark, {panel: line[line[:, 0] == end] for panel, line in whole.items()}))
-    panels = [panel for panel in OVER_TOKENS if panel in panels and any(len(found[panel]) for _, found in drawn)]
+    panels = [panel for panel in OVER_TOKENS if any(len(found[panel]) for _, found in drawn)]
     if not panels:
         return None
     columns = min(len(panels), 2 if (look.width or WIDTH) >= WIDTH * 0.8 else 1)

@@ -138,8 +138,6 @@ def compare_tables(groups: Sequence[Group], equals: Sequence[Equal]) -> list[Tab
 
     parameters = {"kind": Column("Kind")} | columns_of("dense", "memory", "total", "read_per_token")
     training = columns_of("step", "tokens", "seconds", "tokens_per_second")
-    if any(run["scoring_tokens_per_second"] for run in runs):
-        training |= columns_of("speed")
     if any(run["status"] not in (None, "finished") for run in runs):
         training["status"] = Column("Status")
     quality = comparable_columns(runs, "valid_bits_per_byte", "valid_loss", "valid_perplexity")

@@ -71,12 +71,6 @@ class Timed(TypedDict):
     tokens_per_second: list[Number]
 
 
-class SweepTimings(TypedDict):
-    """What results.json of a sweep says about speed: all models were timed in turn."""
-
-    speed: list[Timed]
-
-
 class StepTimes(TypedDict):
     """Seconds of the steps of several recipes (by their sha256), timed in turn, and what else the machine did."""
 

@@ -151,7 +151,8 @@ class Cells:
         """The warnings of all cells' recipes, a line each, with the cells that they concern."""
         found: dict[str, list[str]] = {}
         for cell in self.first.values():
-            for text in warnings(cell.recipe):
+            counted = cell.recipe.train.epochs is None or all(map(holds_tokens, cell.recipe.data.folders))
+            for text in warnings(cell.recipe, counted=counted):
                 found.setdefault(text, []).append(cell.name)
         return [f"{', '.join(names)}: {text}" for text, names in found.items()]
 

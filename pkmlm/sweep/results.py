@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from pkmlm import __version__
 from pkmlm.console import Column, Table, number
 from pkmlm.data.batches import mean_read
@@ -23,7 +25,7 @@ from pkmlm.report.equal import Equal
 from pkmlm.report.metrics import FLOORED, MEASURES
 from pkmlm.report.tables import equal_table, with_spread
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import SweepTimings, Timed
+from pkmlm.runs.results import Timed
 from pkmlm.sweep.cells import Cell, CellOutcome, Cells, Place, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
@@ -359,9 +361,10 @@ def cell_json(grid: Grid, outcome: CellOutcome, trainers: Sequence[Any]) -> dict
     }
 
 
-class SweepResults(SweepTimings):
-    """results.json."""
+class SweepResults(TypedDict):
+    """results.json; all models are timed in turn."""
 
+    speed: list[Timed]
     grid: str
     scale: str | None
     set: list[str]

@@ -19,11 +19,9 @@ import pytest
 
 from pkmlm.bench.steps import timed_part
 from pkmlm.export.card import known_scores
-from pkmlm.files import write_json
 from pkmlm.memory.address import entry_of
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import recipe_sha256
-from pkmlm.report.compare import comparable_with_dense, compare_runs, timed_side_by_side
+from pkmlm.report.compare import comparable_with_dense, compare_runs
 from pkmlm.report.equal import at_equal
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, checkpoint_digest
@@ -170,7 +168,6 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "tasks": {"piqa": {"acc": 0.6, "chance": None, "num_fewshot": 0}},
         "average_acc": 0.6,
         "usage_step": 200,
-        "scoring_tokens_per_second": None,
     }
     assert usage[0]["mass"]["kl"] == 0.5
 
@@ -287,30 +284,6 @@ def test_runs_that_differ_in_more_are_rows_of_their_own(run: Path, tmp_path: Pat
     for other in (again, unfinished, wider, retold):
         record = json.loads(pkmlm("compare", run, other, "--format", "json").stdout)
         assert [group["runs"] for group in record["groups"]] == [["mine"], [other.name]]
-
-
-def test_speed_is_marked_unless_a_sweep_timed_models_side_by_side(run: Path, tmp_path: Path) -> None:
-    cells = [make(tmp_path / "sweep/cells/one"), make(tmp_path / "sweep/cells/two", "optim.lr=2e-3")]
-    speed = []
-    for cell, rounds in zip(cells, ([9.0, 10.0, 99.0], [20.0]), strict=True):
-        recipe = recipe_sha256(RunDirectory(cell).recipe())
-        speed.append({"point": {}, "recipe": recipe, "timed_on": {}, "tokens_per_second": rounds})
-    write_json(tmp_path / "sweep" / "results.json", {"speed": speed})
-    assert [found["scoring_tokens_per_second"] for found in facts(*cells, run)] == [10, 20, None]
-    text = pkmlm("compare", *cells).stdout
-    assert "not timed side by side" in text
-    assert re.search(r"Scored", text)
-    other = make(cells[0].with_name("other"), "train.seed=2")  # a sweep times one seed of each model
-    assert [found["scoring_tokens_per_second"] for found in facts(*cells, other)] == [10, 20, 10]
-    shutil.copytree(tmp_path / "sweep", tmp_path / "again")
-    assert {found["scoring_tokens_per_second"] for found in facts(*cells, tmp_path / "again/cells/one")} == {None}
-    (tmp_path / "sweep" / "results.json").write_text('{"speed": 9}')
-    assert facts(cells[0])[0]["scoring_tokens_per_second"] is None
-    assert str(tmp_path / "sweep" / "results.json") in pkmlm("compare", cells[0]).stderr
-
-
-def test_a_run_at_the_root_of_a_file_system_is_no_sweeps() -> None:
-    assert timed_side_by_side({"mine": RunDirectory("/mine")}) == ({}, [])
 
 
 def test_runs_of_one_name_are_told_apart_and_doubles_dropped(run: Path, tmp_path: Path) -> None:
@@ -453,7 +426,7 @@ def test_plots(run: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").unlink()
     pkmlm("compare", run, "--plots", tmp_path / "q")
     assert not (tmp_path / "q").exists()
-    pkmlm("compare", run, other, "--plots", tmp_path / "q", "--panels", "loss")  # the group's first seed has no curve
+    pkmlm("compare", run, other, "--plots", tmp_path / "q")  # the group's first seed has no curve
     assert (tmp_path / "q" / "perplexity-and-use-over-tokens.png").exists()
 
 
@@ -511,27 +484,6 @@ def test_only_what_was_validated_on_the_same_tokens_is_ahead_of_the_dense_model(
         assert shown.count("the tokenizers differ") == (0 if by_token else 2), "in each table that leaves something out"
         assert shown.count("Valid bits/byte") == 2
         assert "word ppl" in shown
-
-
-def test_rows_have_names_of_ones_own(run: Path, tmp_path: Path) -> None:
-    """A name is that of the row, whichever of its seeds it is given for."""
-    second, dense = make(tmp_path / "second", "train.seed=2"), make(tmp_path / "dense", "model.memories=null")
-    runs = (run, second, dense)
-    names = ("--name", f"{second}=ours (16k)", "--name", f"{dense}=none = dense", "--plots", tmp_path / "plots")
-    record = json.loads(pkmlm("compare", *runs, *names, "--json", "--plot-format", "svg").stdout)
-    assert [group["name"] for group in record["groups"]] == ["ours (16k)", "none = dense"]
-    assert [row["run"] for row in record["runs"]] == ["mine", "second", "dense"]
-    rows = csv.DictReader(io.StringIO(pkmlm("compare", *runs, *names[:4], "--format", "csv").stdout))
-    assert [row["run"] for row in rows] == ["ours (16k)", "none = dense"]
-    for wrong, words in (
-        ([f"{tmp_path}/other=a"], "other is not among the runs"),
-        ([f"{run}=a", f"{second}=b"], "has the name a already"),
-        ([f"{run}=a", f"{dense}=a"], "two rows would be called a"),
-        ([f"{run}"], "expected RUN=TEXT"),
-        ([f"{run}=a", f"{run}=b"], "twice"),
-    ):
-        options = [word for each in wrong for word in ("--name", each)]
-        assert words in pkmlm("compare", *runs, *options, code=2).stderr
 
 
 def test_a_perplexity_of_an_older_checkpoint_is_told(run: Path) -> None:

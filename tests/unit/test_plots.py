@@ -230,8 +230,6 @@ def test_over_tokens() -> None:
     assert [line.get_xdata().tolist() for line in dead.lines] == [[200], [200]], "not of the branches' ends"
     assert dead.lines[1].get_ydata() == pytest.approx([100 * 2 / 16])
     assert {axes.get_xscale() for axes in figure.axes} == {"log"}
-    some = plots.over_tokens(curves, branches, "dense", list(curves), LOOK, ["usage", "lead"])
-    assert [axes.get_ylabel() for axes in some.axes] == [axes.get_ylabel() for axes in (lead, usage)]
     only = plots.over_tokens({"dense": curves["dense"]}, {"dense": []}, "dense", ["dense"], LOOK)
     assert only is not None
     assert "lead" not in " ".join(axes.get_ylabel() for axes in only.axes)
