@@ -1,4 +1,6 @@
-"""What deserves a warning in a valid recipe: a learning rate that still rises at the end, random weights kept."""
+"""What deserves a warning in a valid recipe: a learning rate that still rises at the end, random weights kept, statistics
+of padding.
+"""
 
 from pkmlm.recipe.schema import Recipe
 
@@ -9,7 +11,16 @@ def warnings(recipe: Recipe, *, counted: bool = True) -> list[str]:
     Args:
         counted: whether `train.steps` is what training takes; with `train.epochs` it is not until the tokens are known.
     """
-    return (warmup_warnings(recipe) if counted else []) + random_weights_warning(recipe)
+    return (warmup_warnings(recipe) if counted else []) + random_weights_warning(recipe) + padding_warning(recipe)
+
+
+def padding_warning(recipe: Recipe) -> list[str]:
+    """A warning if statistics of a batch are those of its padding, too, which evaluation does not have."""
+    found = [name for name, memory in recipe.model.memories.items() if memory.keeps_statistics]
+    if recipe.data.pack or not found:
+        return []
+    key = f"model.memories.{found[0]}.query_norm"
+    return [f"{key}: batch counts the padding of data.pack: false in its statistics; rms has none"]
 
 
 def random_weights_warning(recipe: Recipe) -> list[str]:

@@ -34,7 +34,7 @@ from pkmlm.recipe.schema import (
     key_names,
     list_keys,
 )
-from pkmlm.recipe.warnings import random_weights_warning, warmup_warnings
+from pkmlm.recipe.warnings import padding_warning, random_weights_warning, warmup_warnings
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE_FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "grids")
@@ -635,6 +635,16 @@ def test_to_train_the_values_of_a_random_model_is_warned_of(recipe_file: Path) -
     background = ("finetune.slots=tfidf", "finetune.background=b.npz")
     assert "finetune.background" in told(*background)[0]
     assert told(*background, "train.init_from=run") == []
+
+
+def test_statistics_of_padding_are_warned_of(recipe_file: Path) -> None:
+    keys = ["model.memories.pkm={kind: product-key, layers: 2, num_keys: 8, topk: 4, key_dim: 16, query_norm: batch}"]
+    assert not padding_warning(load_recipe(recipe_file, keys))
+    (text,) = padding_warning(load_recipe(recipe_file, [*keys, "data.pack=false"]))
+    assert text.startswith("model.memories.pkm.query_norm: ")
+    assert not padding_warning(
+        load_recipe(recipe_file, [*keys, "data.pack=false", "model.memories.pkm.query_norm=rms"])
+    )
 
 
 def test_a_decay_that_leaves_no_step_at_the_peak_is_warned_of(recipe_file: Path) -> None:
