@@ -1,6 +1,4 @@
-"""What deserves a warning in a valid recipe: a learning rate that still rises at the end, random weights kept, statistics
-of padding.
-"""
+"""What deserves a warning in a valid recipe: learning rates that never peak, random weights kept, padding counted."""
 
 from pkmlm.recipe.schema import Recipe
 
