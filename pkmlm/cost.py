@@ -335,7 +335,8 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     logits: those of a chunk, as computed and in fp32, and the head's gradient while it adds up: its sum and a term.
     search: the scores of keys of a chunk.
     Logits and search are those on a CPU; a GPU holds up to 1.1 GB of logits and 0.13 GB of scores.
-    Left out: the allocator's slack, the framework itself and the data.
+    Left out: the allocator's slack, the framework itself and the data; and on a GPU the mask of documents, a number for
+    each two positions of a sequence.
 
     Args:
         recipe: a precision of "auto", which only a device resolves, counts as fp32, here and below.

@@ -586,7 +586,7 @@ def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bo
     given = sorted_M, order_M, weights_Nr.contiguous()
     with torch.cuda.device_of(sorted_M):
         _mark_segments[(triton.cdiv(reads + 1, PLACES),)](
-            given, tuple(found), change, reads, segments, r=slots_Nr.shape[1], P=PLACES
+            given, tuple(found), change, reads, segments, r=slots_Nr.shape[1], P=PLACES, enable_fp_fusion=True
         )
     return found
 
@@ -655,7 +655,7 @@ def segment_row_adam_(
     # Floats are never integers here and below: Triton specialises on some of these and would recompile.
     numbers = map(float, (number, lr, weight_decay, *(math.log(beta) if beta else -math.inf for beta in betas)))
     with torch.cuda.device_of(x_ND):
-        _adam_rates[(1,)](rates_5, (count, factor, skip), *numbers, num_warps=1)
+        _adam_rates[(1,)](rates_5, (count, factor, skip), *numbers, num_warps=1, enable_fp_fusion=True)
     of_moments = tuple(map(float, (1 - beta1, beta2, 1 - beta2, eps)))
     reads = _sum_of_chunks(x_ND, segments)
     arguments = table, segments.rows_U, reads, rates_5, of_moments
@@ -927,7 +927,8 @@ def score_gradients(q_NHd: Tensor, subkeys_H2nf: Tensor, slots_NHk: Tensor, grad
     grad_Sk = grad_NHk.new_empty(rows_Sk.shape)
     arguments = slots_NHk.contiguous(), grad_NHk.contiguous(), rows_Sk, grad_Sk, slots_NHk.numel()
     with torch.cuda.device_of(q_NHd):
-        _split_slots[(triton.cdiv(slots_NHk.numel(), PLACES),)](*arguments, H=heads, n=n, k=k, P=PLACES)
+        grid = (triton.cdiv(slots_NHk.numel(), PLACES),)
+        _split_slots[grid](*arguments, H=heads, n=n, k=k, P=PLACES, enable_fp_fusion=True)
     segments = sort_reads(rows_Sk, grad_Sk, 2 * heads * n, every_row=True)
     keys_grad = segment_sum(q_NHd.reshape(-1, f), segments)
     q_grad = weighted_row_sum(subkeys_H2nf.reshape(-1, f), rows_Sk, grad_Sk)

@@ -5,12 +5,14 @@ entries that are rotated; N: positions of all sequences in a row.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pkmlm.kernels.matmul import at_least_fp32, without_autocast
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 # depends on the documents.
 SHORT = 256
 MEAN_LENGTH = 64  # and of shorter documents, on average, always: with `data.pack: false` each pad begins one
+# With a mask on a GPU, all but cuDNN's: its backward has given NaN (pytorch issue 196678), and its first call with each
+# shape takes half a second.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -59,11 +64,21 @@ class AttentionLayout(NamedTuple):
 
     Attributes:
         positions_BT: the position of each token; None: as many as the tokens that it attends to before itself.
-        mask_BTT: which tokens each token attends to (bool), itself included; after a cache (B, T, S), of all so far.
+        mask_BTT: which tokens each token attends to (bool), itself included, or what is added to their scores
+            (floating); after a cache (B, T, S), of all so far.
     """
 
     positions_BT: Tensor | None
     mask_BTT: Tensor
+
+    def as_added(self, dtype: torch.dtype) -> "AttentionLayout":
+        """The same with a mask of 0 and minus infinity in the dtype of queries, that of the autocast or else `dtype`.
+        Of a mask of bools, attention would make such a copy in each layer, and keep it for the backward pass.
+        """
+        kind = self.mask_BTT.device.type
+        wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        added_BTT = torch.zeros(self.mask_BTT.shape, dtype=wanted, device=self.mask_BTT.device)
+        return self._replace(mask_BTT=added_BTT.masked_fill_(~self.mask_BTT, -math.inf))
 
 
 class Documents:
@@ -262,12 +277,23 @@ class Attention(nn.Module):
         mask = None if layout is None else layout.mask_BTT[:, None]
         if mask is None and 1 < new < total:  # a chunk that continues a cache: no fast causal path for it
             mask = torch.ones(new, total, dtype=torch.bool, device=q_BhTe.device).tril(total - new)
-        return scaled_dot_product_attention(
-            q_BhTe,
-            k_BhTe,
-            v_BhTe,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None and new == total and new > 1,
-            enable_gqa=grouped,
-        )
+        on_gpu = q_BhTe.device.type == "cuda"
+        if on_gpu and grouped and (mask is not None or q_BhTe.dtype not in (torch.float16, torch.bfloat16)):
+            # No fused kernel takes heads that share keys then, and the plain one keeps all scores.
+            k_BhTe, v_BhTe = repeat_heads(k_BhTe, self.heads), repeat_heads(v_BhTe, self.heads)
+            grouped = False
+        with sdpa_kernel(BACKENDS) if on_gpu and mask is not None else nullcontext():
+            return scaled_dot_product_attention(
+                q_BhTe,
+                k_BhTe,
+                v_BhTe,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None and new == total and new > 1,
+                enable_gqa=grouped,
+            )
+
+
+def repeat_heads(x_BgTe: Tensor, heads: int) -> Tensor:
+    """The keys or values of g heads (B, g, T, e) for each of `heads` heads, of which heads / g neighbours share one."""
+    return x_BgTe.repeat_interleave(heads // x_BgTe.shape[1], 1)

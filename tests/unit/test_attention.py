@@ -16,7 +16,7 @@ from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.init import initialise, orthogonal_rows
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.model import efficient_attention
-from pkmlm.model.attention import KVCache, rotate, rotation
+from pkmlm.model.attention import AttentionLayout, KVCache, repeat_heads, rotate, rotation
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
@@ -238,6 +238,26 @@ def test_queries_and_keys_are_rotated_first_and_there_is_no_cache(name):
     assert (attention(x_BTD, None, None) - expected).abs().max() > 1e-3
     with pytest.raises(ValueError, match="cache"):
         model(TOKENS, KVCache(SHAPE["context"]))
+
+
+def test_what_a_gpu_is_given_is_the_same_attention(tmp_path):
+    """A mask that is added, and keys and values that are repeated for the heads that share them."""
+    mask = (torch.rand(2, 9, 9, generator=torch.Generator().manual_seed(1)) < 0.4) | torch.eye(9, dtype=torch.bool)
+    layout = AttentionLayout(None, mask)
+    q, _, _ = drawn(2, 6, 9)
+    k, v, _ = drawn(2, 2, 9, seed=1)
+    added = layout.as_added(torch.float64)
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
+    repeated = (repeat_heads(x, 6) for x in (k, v))
+    found = scaled_dot_product_attention(q, *repeated, attn_mask=added.mask_BTT[:, None])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layout.as_added(torch.float32).mask_BTT.dtype == torch.bfloat16, "that of queries"
+    model = build_model(recipe_2019(), 40).double().eval()
+    tokens = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(9).expand(2, 9)
+    hidden = [model.hidden(tokens, layout=each._replace(positions_BT=positions)) for each in (layout, added)]
+    torch.testing.assert_close(*hidden, rtol=0, atol=1e-12)
 
 
 def test_tasks_score_each_choice_by_itself(trained):

@@ -592,6 +592,20 @@ def test_machine_code(compiled, width, dtype):
             assert re.search(rf"cvt\.rn\.{'bf16' if dtype == torch.bfloat16 else 'f16'}", ptx), "not rounded to nearest"
 
 
+def test_machine_code_of_updates_whose_factor_the_device_alone_knows(compiled):
+    values, slots, weights, x = inputs("random", 512, torch.bfloat16, "cpu", r=32)
+    tables = [torch.zeros(18, 512) for _ in range(3)]
+    segments = cuda.sort_reads(slots, weights, 18)
+    known = {"scale": torch.ones((), dtype=torch.float64), "skip": torch.zeros(()), "copy_KD": values}
+    cuda.segment_row_adam_(*tables, x, segments, step=torch.ones((), dtype=torch.int64), **known, **SETTINGS)
+    cuda.segment_row_sgd_(tables[0], x, segments, lr=1.0, weight_decay=0, **known)
+    updates = {name: result for name, result in compiled if name in ("_adam_rates", "_row_adam", "_row_sgd")}
+    assert len(updates) == 3
+    for name, result in updates.items():
+        assert stack(result) == 0, f"{name} spills"
+        assert not re.search(r"\b(atom|red)\.", result.asm["ptx"]), name
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_machine_code_of_tables_in_8_and_4_bits(compiled, bits):
     values, slots, weights, x = inputs("random", 1536, torch.float32, "cpu", r=32)
