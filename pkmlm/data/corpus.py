@@ -134,9 +134,11 @@ def read_indexes(folders: Folders) -> list[tuple[Path, Index]]:
     """The folders of a corpus and their indexes, in order.
 
     Raises:
-        UserError: as `read_index`; or a folder is named twice, or two have different tokenizers.
+        UserError: as `read_index`; or no folder is named, one twice, or two have different tokenizers.
     """
     paths = [folders] if isinstance(folders, str | Path) else folders
+    if not paths:
+        raise UserError("no folder of tokens is named", "give one that `pkmlm tokenize` wrote")
     if len({Path(path).resolve() for path in paths}) < len(paths):
         raise UserError(f"{', '.join(map(str, paths))}: a folder of tokens is named twice", "name each once")
     first, *others = found = [(Path(path), read_index(Path(path))) for path in paths]

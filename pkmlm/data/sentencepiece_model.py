@@ -29,6 +29,7 @@ VOCABULARY = 8192  # ids, by default
 LEAST_VOCABULARY = 261  # bytes, the unknown and the end token, a newline, a space, a character
 SAMPLE = 32 << 20  # bytes of text to learn from
 HINT = "use a tokenizer that `pkmlm tokenize` learns"
+UNIGRAM, BPE = 1, 2  # kinds of models in a ModelProto
 SEED = 0  # of the random choice of the text to learn from
 LEARNING: dict[str, Any] = {
     "normalization_rule_name": "identity",
@@ -99,6 +100,10 @@ class SentencePieceModel:
     def as_json(self) -> bytes:
         """As a tokenizer.json: texts are cut as in training, pieces are spelt with spaces, so that a text is encoded as
         it is, and what has no piece of its own (as `MARK`, where the text has it) falls back to bytes.
+
+        Raises:
+            UserError: the model is neither BPE nor unigram, or of two merges with the same score the first in a text
+                comes first, which a tokenizer.json cannot say.
         """
         processor, ids = self._processor, range(self.size)
         names, scores = processor.id_to_piece([*ids]), processor.get_score([*ids])
@@ -108,10 +113,19 @@ class SentencePieceModel:
         apart = {i for i in user_defined(self.model_bytes) if len(pieces[i]) > 1}  # cut out of a text before all else
         plain = {piece: None for i, piece in enumerate(pieces) if i not in bare | apart}
         unknown, cuts = pieces[self.unknown], [tokenizers.pre_tokenizers.Split(CHUNK, "isolated")]
-        if all(score == int(score) for score in scores):  # BPE numbers its pieces
+        kind = model_type(self.model_bytes)
+        if kind == BPE:
+            score_of = {piece: scores[i] for i, piece in enumerate(pieces)}
             merges = [(a, b) for piece in plain for a, b in halves(piece) if a in plain and b in plain]
+            merges.sort(key=lambda pair: -score_of["".join(pair)])  # of one piece, in their order
+            order = [*dict.fromkeys("".join(pair) for pair in merges)]
+            for a, b in itertools.pairwise(order):
+                if score_of[a] == score_of[b]:
+                    raise UserError(f"no tokenizer.json gives its ids: {a!r} and {b!r} have the same score", HINT)
             vocabulary = {piece: i for i, piece in enumerate(pieces)}
             model: Any = tokenizers.models.BPE(vocabulary, merges, unk_token=unknown, byte_fallback=True)
+        elif kind != UNIGRAM:
+            raise UserError("no tokenizer.json gives its ids: it is neither a BPE nor a unigram model", HINT)
         else:
             # A text that reads as the name of a bare piece is spelt by others: those are likelier, and a character of
             # such names that no piece has stands by itself.
@@ -153,6 +167,13 @@ class SentencePieceModel:
 def halves(piece: str) -> Iterator[tuple[str, str]]:
     """The ways to cut a piece in two."""
     return ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+
+
+def model_type(model_bytes: bytes) -> int:
+    """What a ModelProto says of how it cuts texts, as in `TrainerSpec`: `UNIGRAM`, `BPE` or another."""
+    trainer = b"".join(v for number, v in message_fields(model_bytes) if number == 2 and isinstance(v, bytes))
+    found = dict(message_fields(trainer)).get(3, UNIGRAM)
+    return found if isinstance(found, int) else UNIGRAM
 
 
 def user_defined(model_bytes: bytes) -> list[int]:

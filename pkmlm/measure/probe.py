@@ -459,8 +459,9 @@ def intervals(sums_UC: Floats, tokens_U: Ints) -> list[Entry]:
 
     Args:
         sums_UC: of each document or piece.
-        tokens_U: how many tokens it has.
+        tokens_U: how many tokens it has; those without any, such as a piece of a long prompt, are no units.
     """
+    sums_UC, tokens_U = sums_UC[tokens_U > 0], tokens_U[tokens_U > 0]
     units, random = len(tokens_U), np.random.default_rng(SEED)
     mean_C = sums_UC.sum(axis=0) / tokens_U.sum()
     if units < 2:
@@ -557,7 +558,7 @@ def probe_run(
         "tokens": int(text.scored_N.sum()),
         "documents": len(text.ids),
         "fit_tokens": means.tokens,
-        "interval": {"over": over, "units": len(tokens_U), "level": LEVEL, "draws": DRAWS},
+        "interval": {"over": over, "units": int(np.count_nonzero(tokens_U)), "level": LEVEL, "draws": DRAWS},
         "real": real,
         "dense": [{"run": twin.name, "step": twin.step, **next(entries)} for twin in twins],
         "memories": [

@@ -134,7 +134,7 @@ class Model(Shape):
     context: Size = key(512, "tokens per sequence")
     positions: Literal["learned", "rotary"] = key("rotary", "position information")
     rotary_fraction: float = key(1.0, "share of each attention head's width that is rotated (Pythia: 0.25)", gt=0, le=1)
-    rotary_base: float = key(10_000.0, "base of the rotation's frequencies", ge=1, le=1e9)
+    rotary_base: float = key(10_000.0, "base of the rotation's frequencies", ge=1, le=1e12)
     rotary_scaling: RotaryScaling = key(RotaryScaling, "frequencies for a longer context than that of earlier training")
     qk_norm: bool = key(True, "an RMS norm of each head's queries and keys, with learnt gains, before the rotation")
     attention: Literal["softmax", "linformer", "cosformer", "performer"] = key(

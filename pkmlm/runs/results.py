@@ -11,6 +11,7 @@ Names of files are for people. A result holds the digest of the checkpoint that 
 is shown only while the run has that checkpoint: what was measured on weights that training has replaced is not.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -102,8 +103,13 @@ def tasks_file(record: dict[str, Any]) -> str:
 
 
 def file_part(name: str) -> str:
-    """A name without blanks and characters that are special in a shell, of a length that a file name can have."""
-    return re.sub(r"[^\w.-]+", "_", name)[:NAME_CHARACTERS]
+    """A name without blanks and characters that are special in a shell, of a length that a file name can have: what is
+    longer ends in a digest of the whole.
+    """
+    part = re.sub(r"[^\w.-]+", "_", name)
+    if len(part) <= NAME_CHARACTERS:
+        return part
+    return f"{part[:NAME_CHARACTERS]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def usage_stem(run: Path, name: str, step: int) -> Path:

@@ -283,6 +283,8 @@ class Teacher:
         self.base = load_run(options.run, at, "cpu")
         self.tokenizer: Tokenizer = self.base.tokenizer
         self.data = options.data or list(self.base.recipe.data.folders)
+        if not self.data:
+            sys.exit(f"error: {options.run} was imported and has no tokens; add --data DIR, of its tokenizer")
         self.old = Corpus(self.data, "test")
         self.keep_settings()
         self.lessons = {}

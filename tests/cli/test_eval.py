@@ -70,7 +70,13 @@ def test_several_texts_and_standard_input_have_names(trained, tmp_path, monkeypa
         assert (head[1], byte[0]) == ("bits", "byte"), "bits per byte is the first number"
         assert all(len(line) <= 80 for line in said.splitlines())
     names = ("2_files_of_c_", "a_b.txt", "standard_input")
-    assert {file.name for file in Path("run/eval").iterdir()} == {f"text-{name}-step-30.json" for name in names}
+    found = {re.sub(r"-[0-9a-f]{8}-step-30.json$", "", file.name) for file in Path("run/eval").iterdir()}
+    assert found == {f"text-{name}" for name in names}
+    Path("d").mkdir()
+    Path("d/c.txt").write_text("other text")  # of the same name: it takes no other's place
+    for text in ("c/c.txt", "d/c.txt"):
+        pkmlm("eval", "run", "-q", "--text", text)
+    assert len([*Path("run/eval").iterdir()]) == 5
     assert "standard input" in pkmlm("eval", "run", "--text", "-", stdin="", code=2).stderr
 
 

@@ -216,6 +216,7 @@ def test_the_name_of_results_fits_a_file_whatever_tasks_are_called():
     assert name(*PAPER) == f"tasks-{'-'.join(PAPER)}-step-30.json"
     assert len(name("\u4e8c" * 90).encode()) < 255
     assert name("a b/c") == "tasks-a_b_c-step-30.json"
+    assert name("e" * 90, "one") != name("e" * 90, "two"), "or the second would take the first's place"
 
 
 def test_examples_before_the_question_come_from_their_own_file(run, tmp_path):

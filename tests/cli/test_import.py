@@ -29,6 +29,7 @@ LLAMA_3 = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 16,
 }
+CUT_OFF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.34}  # 32 of 96, not 33
 NEOX = {**SIZES, "hidden_size": 32, "intermediate_size": 56, "max_position_embeddings": CONTEXT}
 GPT_2 = {"n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "vocab_size": ROWS}
 MODELS = {
@@ -42,6 +43,7 @@ MODELS = {
     "qwen2": ("Qwen2", LLAMA),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 10, "tie_word_embeddings": True}),
     "neox": ("GPTNeoX", NEOX),
+    "neox-cut-off": ("GPTNeoX", {**NEOX, "hidden_size": 192, "num_attention_heads": 2, "rope_parameters": CUT_OFF}),
     "neox-in-a-row": ("GPTNeoX", {**NEOX, "use_parallel_residual": False, "hidden_act": "gelu_new"}),
     "gpt2": ("GPT2", GPT_2),
     "gpt2-untied": ("GPT2", {**GPT_2, "tie_word_embeddings": False, "n_inner": 40, "activation_function": "relu"}),

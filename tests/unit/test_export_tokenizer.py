@@ -114,3 +114,27 @@ def test_special_tokens(ours, theirs, tmp_path):
     ids = again.encode("a<user> b")
     assert (ids[2:3], len(again)) == ([600], 601)
     assert again.decode(ids, skip_special_tokens=True) == "a<user> b"
+
+
+@pytest.mark.parametrize("change", ["other ids", "other scores", "equal scores"])
+def test_merges_are_in_the_order_of_scores(change, novels, tmp_path):
+    """Which is not always that of ids; and where two pieces share one, no tokenizer.json says which comes first."""
+    messages = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    text = (novels / "train.txt").read_text()
+    model = messages.ModelProto.FromString(Tokenizer.learn(chunks_of(text), 600, "bpe").model_bytes)
+    first = next(i for i, piece in enumerate(model.pieces) if piece.type == 1 and len(piece.piece) > 1)
+    merged = [piece for piece in model.pieces[first:] if len(piece.piece) > 1]
+    if change == "other ids":
+        for piece, name, score in zip(
+            merged, *zip(*((p.piece, p.score) for p in reversed(merged)), strict=True), strict=True
+        ):
+            piece.piece, piece.score = name, score
+    for piece in merged:
+        piece.score = {"other ids": piece.score, "other scores": 1.5 * piece.score, "equal scores": -7.0}[change]
+    ours = Tokenizer(model.SerializeToString())
+    if change == "equal scores":
+        with pytest.raises(UserError, match="have the same score"):
+            ours.as_json()
+        return
+    theirs = loaded(ours, tmp_path)
+    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)

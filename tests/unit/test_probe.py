@@ -360,6 +360,9 @@ def test_intervals_are_those_of_resampled_documents() -> None:
     assert (drawn["high"] - drawn["low"]) / 2 == pytest.approx(1.96 * error, rel=0.08)
     assert drawn["low"] < mean < drawn["high"]
     assert intervals(np.ones((1, 1)), np.array([4])) == [{"nats": 0.25, "low": None, "high": None}]
+    few, tokens = np.array([[1.0], [2.0]]), np.array([4, 4])
+    with_empty = np.concatenate([np.zeros((8, 1)), few]), np.concatenate([np.zeros(8, int), tokens])
+    assert intervals(*with_empty) == intervals(few, tokens), "pieces of a prompt are no units"
 
 
 def test_units_are_documents_or_pieces_of_few_documents() -> None:

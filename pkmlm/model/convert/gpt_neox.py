@@ -1,5 +1,6 @@
 """GPT-NeoX (Black et al. 2022), the architecture of Pythia: layer norms, rotary positions, an FFN beside attention."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ def keys(asked: Asked) -> dict[str, Any]:
     """The keys of `model` in a recipe that a configuration stands for."""
     if not asked.flag("attention_bias", True):
         asked.refuse("attention_bias", "true")
+    turned = rotary(asked, "rotary_emb_base", "rotary_pct", 0.25)
+    width = asked.size("hidden_size") // asked.size("num_attention_heads")
+    turned["rotary_fraction"] = int(turned["rotary_fraction"] * width) / width  # transformers cuts it off
     return {
         "vocab_size": asked.size("vocab_size"),
         "dim": asked.size("hidden_size"),
@@ -31,7 +35,7 @@ def keys(asked: Asked) -> dict[str, Any]:
         "ffn": asked.one_of("hidden_act", "gelu", ACTIVATIONS),
         "ffn_dim": asked.size("intermediate_size"),
         "positions": "rotary",
-        **rotary(asked, "rotary_emb_base", "rotary_pct", 0.25),
+        **turned,
         "qk_norm": False,
         "bias": "all",
         "residual": "parallel" if asked.flag("use_parallel_residual", True) else "sequential",
@@ -45,6 +49,9 @@ def config(model: "Model") -> dict[str, Any] | None:
     fits = fits and model.ffn in THEIRS and model.value_heads == model.heads
     if not fits or model.head_width * model.heads != model.dim:
         return None
+    share = model.rotary_width / model.head_width
+    if int(share * model.head_width) < model.rotary_width:  # as transformers would cut it off
+        share = math.nextafter(share, 1.0)
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
@@ -56,9 +63,9 @@ def config(model: "Model") -> dict[str, Any] | None:
         "intermediate_size": model.inner,
         "attention_dropout": model.dropout,
         "hidden_dropout": model.dropout,
-        "rotary_pct": model.rotary_fraction,
+        "rotary_pct": share,
         "rotary_emb_base": model.rotary_base,
-        "rope_parameters": {**rope_of(model), "partial_rotary_factor": model.rotary_fraction},
+        "rope_parameters": {**rope_of(model), "partial_rotary_factor": share},
         "use_parallel_residual": model.residual == "parallel",
         "attention_bias": True,
         "tie_word_embeddings": model.tie_embeddings,
