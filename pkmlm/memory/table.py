@@ -67,6 +67,11 @@ class Values(nn.Module):
         columns, dtype = (self.width, torch.int8) if bits == 8 else ((self.width + 1) // 2, torch.uint8)
         self.codes_KC, self.scale_K = torch.empty(rows, columns, dtype=dtype), torch.empty(rows)
 
+    @property
+    def height(self) -> int:
+        """How many rows it has."""
+        return len(self.weight_KD if self.codes_KC is None else self.codes_KC)
+
     def quantized(self) -> Quantized | None:
         """The table in few bits; None: it is in fp32, or for now replaced by one in fp32."""
         if self.weight_KD is not None or self.codes_KC is None or self.scale_K is None:

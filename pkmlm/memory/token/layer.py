@@ -78,9 +78,9 @@ class TokenMemory(SparseMemory):
         rows_BT1 = ids_BTG[..., :1]
         if rows_BT1.device.type == "cpu" and rows_BT1.numel():
             low, high = map(int, rows_BT1.aminmax())
-            if low < 0 or high >= self.tap.slots:
+            if low < 0 or high >= self.values.height:
                 found = low if low < 0 else high
-                raise ValueError(f"{self.tap.label}: found token {found} (expected 0 to {self.tap.slots - 1})")
+                raise ValueError(f"{self.tap.label}: found token {found} (expected 0 to {self.values.height - 1})")
         return rows_BT1
 
     def answer(self, slots_S: Tensor) -> Tensor:
