@@ -277,7 +277,7 @@ class Attention(nn.Module):
         mask = None if layout is None else layout.mask_BTT[:, None]
         if mask is None and 1 < new < total:  # a chunk that continues a cache: no fast causal path for it
             mask = torch.ones(new, total, dtype=torch.bool, device=q_BhTe.device).tril(total - new)
-        on_gpu = q_BhTe.device.type == "cuda"
+        on_gpu = q_BhTe.device.type != "cpu"
         if on_gpu and grouped and (mask is not None or q_BhTe.dtype not in (torch.float16, torch.bfloat16)):
             # No fused kernel takes heads that share keys then, and the plain one keeps all scores.
             k_BhTe, v_BhTe = repeat_heads(k_BhTe, self.heads), repeat_heads(v_BhTe, self.heads)

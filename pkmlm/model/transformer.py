@@ -228,7 +228,7 @@ class Network(nn.Module):
         read_as: AttentionLayout | Documents | None = layout
         if self.document_mask:
             read_as = within_documents(pasts["plain"].begins_BS, length, layout, cached=cache is not None)
-        if isinstance(read_as, AttentionLayout) and x_BTD.device.type == "cuda":
+        if isinstance(read_as, AttentionLayout) and x_BTD.device.type != "cpu":
             read_as = read_as.as_added(x_BTD.dtype)
         at_T = torch.arange(start, start + length, device=x_BTD.device) if read_as is None else positions_of(read_as)
         if self.smear is not None:

@@ -72,6 +72,7 @@ def test_a_step_reads_nothing(tmp_path, write_recipe, launched, kind):
         ("train.micro_batch=1", "model.memories.pkm.optim.optimizer=adam"),
         ("model.memories.pkm.optim.optimizer=row-sgd",),
         ("train.recompute=true",),
+        ("model.kv_heads=1", "model.document_mask=true"),
         ("train.only=values",),
         ("model.memories.pkm.query_norm=layer", "optim.clip=0"),
     ],
