@@ -20,16 +20,8 @@ from pkmlm.sweep.grid import Grid, Point
 
 Place = tuple[Point, str | None]  # a point and a value of the tuned key, None where nothing is tuned
 WRONG_USAGE = 2  # exit code of a command
-PROVENANCE = (
-    "versions",
-    "commit",
-    "source_sha256",
-    "device",
-    "cpu",
-    "precision",
-    "ranks",
-    "earlier",
-)  # keys of run.json
+# Keys of run.json.
+PROVENANCE = ("versions", "commit", "source_sha256", "device", "cpu", "precision", "ranks", "earlier")
 
 
 @dataclass(frozen=True)

@@ -264,10 +264,7 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
     if grid.equal:
         for key, cause in grid.varied():
             if key in ("train.steps", "train.epochs"):
-                fail(
-                    EQUAL,
-                    f"equal: {key} is set by {cause} (expected it in set or in the base: it is the first point's)",
-                )
+                fail(EQUAL, f"equal: {key} is set by {cause} (expected it in the base or in set, for all models)")
     unique: dict[str, Sequence[object]] = {
         "seeds": grid.seeds,
         "tune.values": grid.tune.values if grid.tune else (),

@@ -323,9 +323,10 @@ class Results:
             row: list[Any] = list(point)
             for cell in self.cells.tuning(point):
                 outcome = self.outcomes.get(cell.name)
-                status = outcome.status if outcome else "stopped"
-                shown = {"measured": outcome and outcome.facts.get("valid_loss"), "stopped": None}
-                row.append(shown.get(status, status))
+                if outcome is None or outcome.status == "stopped":
+                    row.append(None)
+                else:
+                    row.append(outcome.facts.get("valid_loss") if outcome.status == "measured" else outcome.status)
             winner = self.winner(point)
             at_edge = winner and winner.cell.tuned in (tune.values[0], tune.values[-1])
             rows.append([*row, "yes" if at_edge else None])
