@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from pkmlm.kernels.matmul import Linear
-from pkmlm.memory.spec import Place, Site, Spec, TableShape, key, size
+from pkmlm.memory.spec import Place, Site, Spec, Start, TableShape, key, size
 
 
 class SwiGLU(nn.Module):
@@ -19,12 +19,13 @@ class SwiGLU(nn.Module):
     Args:
         dim: width of the input and of the output (D).
         inner: width of the hidden layer.
+        start: "zero" lets W3, and so the output, start at 0; "drawn" does not.
     """
 
-    def __init__(self, dim: int, inner: int):
+    def __init__(self, dim: int, inner: int, start: Start = "drawn"):
         super().__init__()
         self.gate, self.up = (Linear(dim, inner, initial_std=dim**-0.5) for _ in range(2))
-        self.down = Linear(inner, dim, initial_std=inner**-0.5)
+        self.down = Linear(inner, dim, initial_std=0.0 if start == "zero" else inner**-0.5)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
@@ -48,4 +49,4 @@ class DenseSpec(Spec):
         return f"a SwiGLU of width {self.inner:,}"
 
     def build(self, site: Site, places: tuple[Place, ...]) -> dict[Place, nn.Module]:
-        return {place: SwiGLU(site.dim, self.inner) for place in places}
+        return {place: SwiGLU(site.dim, self.inner, self.start) for place in places}

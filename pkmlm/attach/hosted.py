@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.attach.hosts import block_owner, find_blocks, text_config, vocabulary_of
-from pkmlm.attach.places import Placed, attachments_of, insert
+from pkmlm.attach.places import attachments_of, insert
 from pkmlm.attach.saved import check_base, check_weights, read_facts, read_weights, saved_spec
 from pkmlm.attach.tokens import CACHES, host_ids
 from pkmlm.data.tokenizer import Tokenizer
@@ -62,10 +62,6 @@ class Hosted(nn.Module):
         norm = norms[0] if norms else nn.Identity()
         found = [each.token_ids for each in attachments_of(host).values() if each.token_ids is not None]
         token_ids = nn.ModuleDict({each.ids: each for each in reversed(found)})
-        for module in host.modules():
-            if isinstance(module, Placed) and module.gate is not None:
-                for memory in memories(module.layer):
-                    memory.sign = module.gate.sign
         # Plain attributes: registered as submodules, they would be stored twice.
         self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, token_ids=token_ids)
         named = inspect.signature(type(host).forward).parameters

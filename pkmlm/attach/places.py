@@ -5,6 +5,7 @@ B: sequences; T: positions; D: model width.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -28,25 +29,24 @@ NAME = "pkmlm"  # of all that is attached, among the modules of its network
 
 
 class Placed(nn.Module):
-    """What is attached to one block: a layer in the FFN's place, or one that is added, behind a gate that starts at 0.
+    """What is attached to one block: a layer in the FFN's place, or one that is added.
 
-    It computes in fp32, whatever the network's dtype or autocast. A memory whose rows start at 0 needs no gate.
+    It computes in fp32, whatever the network's dtype or autocast.
 
     Args:
         layer: maps (B, T, D) to (B, T, D); with `ids`, it also takes a `Past`.
         place: "beside" the FFN, in place of the "ffn", or "before" the block.
         ids: finds the tokens before each token; None: the layer reads the stream alone.
         dim: width of the stream (D).
-        token: whether the gate also lets each token decide.
+        gated: whether each token decides how much of a layer's output is used.
     """
 
     ids: HostIds | None
 
-    def __init__(self, layer: nn.Module, place: Place, ids: HostIds | None, dim: int, token: bool):
+    def __init__(self, layer: nn.Module, place: Place, ids: HostIds | None, dim: int, gated: bool):
         super().__init__()
         self.layer, self.place = layer, place
-        zero = place != "ffn" and all(memory.values.std for memory in memories(layer))
-        self.gate = Gate(dim, zero=zero, token=token) if zero or token else None
+        self.gate = Gate(dim) if gated else None
         self.__dict__["ids"] = ids  # a plain attribute: as a submodule it would be stored twice
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -120,7 +120,8 @@ class Attached(nn.Module):
         made: SparseMemory | None,
     ):
         super().__init__()
-        self.name, self.spec, self.place, self.freeze = name, spec, place, freeze
+        self.name, self.place, self.freeze = name, place, freeze
+        self.spec = spec if place == "ffn" or made is not None else replace(spec, start="zero")
         self.mode, self.dim = MODES[place], text_config(host).hidden_size
         self.pool: Pool | None = None
         self.token_ids: HostIds | None = None
@@ -132,9 +133,9 @@ class Attached(nn.Module):
             chosen = self.build(host, layers)
         if spec.lookback is not None:
             self.token_ids = HostIds(vocabulary_of(host), spec.lookback, name)
-        token = spec.gate == "token"
+        gated = spec.gate == "token"
         self.places = nn.ModuleDict(
-            {str(layer): Placed(each, self.place, self.token_ids, self.dim, token) for layer, each in chosen.items()}
+            {str(layer): Placed(each, self.place, self.token_ids, self.dim, gated) for layer, each in chosen.items()}
         )
         self.parts: Mapping[int, nn.Module] = {}
         self.undo: list[Callable[[], None]] = []

@@ -17,7 +17,7 @@ from pkmlm.export.pretrained import read_pretrained_model
 from pkmlm.files import sha256_of
 from pkmlm.memory.table import table_ranks
 from pkmlm.model.language_model import LanguageModel
-from pkmlm.model.transformer import Transformer, build_model, tell_signs
+from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
@@ -102,7 +102,6 @@ def load_run(
         else:
             read = read_pretrained_model if is_pretrained(path) else read_export
             recipe, (_, held, tokens), model, tokenizer = read(path, device)
-            tell_signs(model)
             opened = LoadedRun(path, held, tokens, recipe, model, tokenizer, device)
         if step not in ("best", "latest", str(opened.step)):
             raise UserError(f"{path} holds only step {opened.step} (found --step {step})", "leave --step out")
@@ -128,7 +127,6 @@ def load_run(
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
         raise UserError(message, "copy it again from the tokens that the run was trained on", exit_code=1)
     tokenizer = Tokenizer.load(run.tokenizer_file)
-    tell_signs(model)
     frozen = model.eval().requires_grad_(False)
     return LoadedRun(
         run.path, progress.step, progress.tokens, recipe, frozen, tokenizer, device, digest, data=progress.data

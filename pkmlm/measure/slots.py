@@ -110,7 +110,7 @@ class LogitLens:
     @torch.no_grad()
     def logits(self, slots_S: Tensor) -> Tensor:
         """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
-        v_SD = self.memory.sign * self.memory.answer(slots_S.to(self.memory.device)).to(self.device)
+        v_SD = self.memory.answer(slots_S.to(self.memory.device)).to(self.device)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
         norm = self.model.norm
         v_SD = v_SD.to(next((weight.dtype for weight in norm.parameters()), v_SD.dtype))

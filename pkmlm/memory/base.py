@@ -131,7 +131,6 @@ class SparseMemory(nn.Module, ABC):
         outputs: sums that are taken of them, each of equally many rows.
         weighted: whether reads have weights of their own; otherwise each weighs 1.
         scores_per_query: scores that a search for slots computes for one query of one head; 0: it does not search.
-        sign: the sign of the factor by which the layer's output reaches the residual stream, 1 or -1.
         stream: what stands for the memory in the names of the random streams of its initial weights, within a block.
         orders: for each table (`tap.heads`), how many tokens choose its rows; empty: the stream does.
     """
@@ -144,7 +143,6 @@ class SparseMemory(nn.Module, ABC):
     outputs: int = 1
     weighted: bool = True
     scores_per_query: int = 0
-    sign: float = 1.0
     stream: str = ""
     orders: tuple[int, ...] = ()
 

@@ -20,6 +20,7 @@ from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.memory.init import Constant, InitSpec, Uniform
 from pkmlm.memory.key_spec import Gate, KeyNorm, KeySpec, QueryMap, QueryNorm, Scores
 from pkmlm.memory.query import RMS_EPSILON, Query
+from pkmlm.memory.spec import Start
 from pkmlm.memory.table import Pool, Values
 
 WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -34,7 +35,8 @@ class KeyMemory(SparseMemory):
     says otherwise (Lample et al. 2019, eq. 1 to 3).
 
     All heads share the values, which start at N(0, 1/V) (not in the paper; the authors' released choice). Without the
-    softmax, the k weights do not sum to 1 but are about 1 each; values then start at N(0, 1/(k^2 V)) (our choice). What
+    softmax, the k weights do not sum to 1 but are about 1 each; values then start at N(0, 1/(k^2 V)) (our choice). With
+    `start` "zero" they start at 0, so that the layer's output is 0 until they learn; then keys and queries do. What
     is added to the stream is m; or W2 m, if values and model differ in width; or, with a gate, W2 (m * silu(W1 x))
     (Berges et al. 2024). W1 and W2 start at N(0, 1/D), their biases at 0.
     """
@@ -58,6 +60,7 @@ class KeyMemory(SparseMemory):
         scores: Scores = "softmax",
         value_dim: int | None = None,
         gate: Gate = "none",
+        start: Start = "drawn",
         pool: Pool | None = None,
         layer: int = 1,
         name: str = "memory",
@@ -81,6 +84,7 @@ class KeyMemory(SparseMemory):
             scores: what turns the k scores of a head into weights: "softmax", "relu", or "none" (they are the weights).
             value_dim: width of a value (V); None: `dim`.
             gate: "silu" multiplies the sum of the values, entry by entry, by silu(W1 x); "none" does not.
+            start: "zero" lets the values, and so the output, start at 0; "drawn" does not.
             pool: tables to read, made by `new_tables` and owned by another module; None: the memory has its own.
             layer, name: the block that it is in, counted from 1, and what it is called there, for reports.
             momentum: weight of one forward in the running statistics of "batch", 0 to 1.
@@ -107,6 +111,7 @@ class KeyMemory(SparseMemory):
             scores=scores,
             value_dim=value_dim,
             gate=gate,
+            start=start,
             **others,
         )
         memory.check(dim)
@@ -139,7 +144,8 @@ class KeyMemory(SparseMemory):
         """The tables of a memory, or of several, by the names of their attributes, without initial weights."""
         width = memory.value_dim or dim
         share = 1 if memory.scores == "softmax" else 1 / memory.topk
-        return {"values": Values(memory.slots, width, std=share * width**-0.5)}
+        std = 0.0 if memory.start == "zero" else share * width**-0.5
+        return {"values": Values(memory.slots, width, std=std)}
 
     @abstractmethod
     def make_keys(self, memory: KeySpec) -> None:

@@ -229,8 +229,7 @@ class Spec(Section):
         (), "layers with this memory, counted from 1: 5, [3, 5], all, or auto:2, which spreads two evenly"
     )
     start: Start = key(
-        "drawn",
-        "zero: a factor before its output starts at 0, so that the model is what it was without it until it learns",
+        "drawn", "zero: its tables start at 0, so that the model is what it was without the memory until it learns"
     )
     gate: TokenGate = key("none", "token: each token decides how much of its output is added, by a sigmoid")
 
@@ -252,7 +251,7 @@ class Spec(Section):
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the layer, by the names of the keys."""
-        others = {"kind", "layers", "optim", "start", "gate", *self.of_the_model}
+        others = {"kind", "layers", "optim", "gate", *self.of_the_model}
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
 
     @property
@@ -314,26 +313,9 @@ class Spec(Section):
                 "drawn, or layers beside the FFN, such as 5+",
                 "layers",
             )
-        if self.gated and "qkv" in taken:
+        if self.gate == "token" and "qkv" in taken:
             raise SpecError("gate", "found token in place of qkv", "none", "layers")
         return dict(sorted(found.items()))
-
-    @property
-    def tables_start_at_zero(self) -> bool:
-        """Whether its output is 0 until its tables learn."""
-        return False
-
-    @property
-    def zero_factor(self) -> bool:
-        """Whether a factor that starts at 0 stands before its output. Before tables that start at 0, too, neither would
-        ever move: the gradient of each is a multiple of the other.
-        """
-        return self.start == "zero" and not self.tables_start_at_zero
-
-    @property
-    def gated(self) -> bool:
-        """Whether a factor stands before its output, see `pkmlm.memory.gate.Gate`."""
-        return self.zero_factor or self.gate == "token"
 
     def check(self, dim: int) -> None:
         """Check what must hold between its keys, and for a stream of width `dim`.

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, relu, silu
 
 from pkmlm.errors import memory_errors
 from pkmlm.kernels.matmul import Linear, linear
-from pkmlm.memory.base import SparseMemory, memories
+from pkmlm.memory.base import SparseMemory
 from pkmlm.memory.gate import Gate
 from pkmlm.memory.init import Constant, InitSpec, initialise, linear_std
 from pkmlm.memory.query import QueryBatchNorm
@@ -291,16 +291,6 @@ class Transformer(Network):
         return self.head(self.hidden(tokens_BT, cache))
 
 
-def tell_signs(model: Transformer) -> None:
-    """Tell memories the sign of the factor before their output."""
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        for name, gate in block.gates.items():
-            places = (block.before, block.values, block.parts)
-            for memory in [each for place in places if name in place for each in memories(place[name])]:
-                memory.sign = gate.sign
-
-
 def matrices_of(model: nn.Module) -> list[str]:
     """The paths of the weights of attention's and the FFN's linear maps."""
     return [
@@ -394,9 +384,9 @@ def build_block(model: "Model", vocab_size: int, layer: int, micro_batches: int,
         qkv, out = module, None
     parts = {**(at["ffn"] or {"ffn": FFN(model, share * linear_std(model.inner, model.dim))}), **at["beside"]}
     gates = {
-        memory_key(name): Gate(model.dim, zero=memory.zero_factor, token=memory.gate == "token")
+        memory_key(name): Gate(model.dim)
         for name in model.memory_places().get(layer, {})
-        if (memory := model.memories[name]).gated
+        if model.memories[name].gate == "token"
     }
     return Block(model, Attention(model, qkv, out, layer - 1), parts, at["before"], at["values"], gates)
 

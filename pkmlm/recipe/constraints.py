@@ -227,7 +227,7 @@ def check_finetuning(check: Check, recipe: Recipe) -> None:
     for key, found in (("train.only", only), ("finetune.slots", chosen)):
         if found != "all" and not recipe.model.memories:
             check.fail(key, f"found {found} in a model without a memory", "all", "model.memories")
-    if only == "gates" and not any(memory.gated for memory in recipe.model.memories.values()):
+    if only == "gates" and all(memory.gate != "token" for memory in recipe.model.memories.values()):
         check.fail("train.only", "found gates, but no memory has one", "a memory with gate: token", "model.memories")
     if only == "gates" and chosen != "all":
         check.fail("finetune.slots", f"found {chosen}, but train.only: gates moves no slot", "all", "train.only")

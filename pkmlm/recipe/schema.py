@@ -230,7 +230,7 @@ class Train:
     only: Literal["all", "memories", "values", "gates"] = key(
         "all",
         "what moves, while all else stays the same, bit for bit: the memories; only their tables (values); or only the "
-        "factors before their output (gates: those of gate: token and start: zero)",
+        "factors of gate: token (gates)",
     )
 
 

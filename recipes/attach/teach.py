@@ -110,7 +110,6 @@ class Student:
             schedule.step()
         found = {"what": self.kind, "seed": self.seed, "lr": lr, "tokens": steps * self.sequences * self.hosted.context}
         found |= {f"{split}_perplexity": self.perplexity(split) for split in ("valid", "test")}
-        found["gates"] = [place.gate.factor_1.item() for place in self.attached.module.places.values()]
         print(json.dumps(found), file=sys.stderr, flush=True)
         return found
 

@@ -95,7 +95,7 @@ def logits(model: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
 
 
 def grown(attachment):
-    """As training leaves it: gates that are open, and every other number changed."""
+    """As training leaves it: every number changed."""
     random_ = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in attachment.module.parameters():
@@ -121,7 +121,7 @@ def train(model, attachment, steps=5, lr=0.01, ids=IDS):
         *product(["llama"], ("flat-key", "memory-plus", "peer", "ngram-lite")),
     ],
 )
-def test_a_zero_gate_changes_no_bit_and_a_trained_memory_comes_back(name, memory, tmp_path):
+def test_a_new_memory_changes_no_bit_and_a_trained_one_comes_back(name, memory, tmp_path):
     model = base(name)
     before = logits(model)
     attachment = pkmlm.attach(model, MEMORIES[memory], layers=[1, 2])
@@ -230,7 +230,8 @@ def test_an_ffn_is_replaced_once_and_can_have_a_memory_beside_it():
 @pytest.mark.parametrize("mode", ["add", "replace"])
 def test_a_layer_that_the_user_made(kind, mode, tmp_path):
     arguments = {key: value for key, value in KEYS.items() if key != "kind"} | {"query_norm": "layer", "value_dim": 24}
-    layer = kind(32, **arguments, **({"expert": "relu"} if kind is pkmlm.PEER else {}))
+    more = {"expert": "relu"} if kind is pkmlm.PEER else {}
+    layer = kind(32, **arguments, **more, start="zero" if mode == "add" else "drawn")
     model, start = base(), {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     before = logits(model)
     attachment = pkmlm.attach(model, layer, layers=[2], mode=mode)
@@ -817,8 +818,6 @@ def test_usage_counts_what_is_no_padding():
 @pytest.mark.parametrize("memory", ["product-key", "ngram"])
 def test_the_strongest_slots_and_the_tokens_that_read_them(memory):
     attachment = grown(pkmlm.attach(base(), MEMORIES[memory], layers=[1, 2]))
-    with torch.no_grad():
-        attachment.module.places["2"].gate.factor_1.fill_(-0.5)
     mask = torch.ones_like(IDS)
     mask[1, :15] = 0
     batches = [{"input_ids": IDS, "attention_mask": mask}, IDS[2:, :7]]
@@ -849,9 +848,9 @@ def test_the_strongest_slots_and_the_tokens_that_read_them(memory):
             assert context["token"] == str(int(ids_N[context["position"]])) == str(row[context["place"]])
             assert context["previous"] == (str(row[context["place"] - 1]) if context["place"] else "")
             assert context["after"] == " ".join(map(str, row[context["place"] + 1 :][:6]))
-    # What a value says: by hand, with the gate's sign.
+    # What a value says: by hand.
     layer, model = attachment.module.places["2"].layer, attachment.model
-    v_D = -layer.answer(torch.tensor([found[0]["slot"]]))[0].detach()
+    v_D = layer.answer(torch.tensor([found[0]["slot"]]))[0].detach()
     v_D = (v_D - v_D.mean()) / v_D.var(correction=0).sqrt() * model.model.norm.weight.detach()
     logits_V = v_D @ model.lm_head.weight.detach().T
     assert found[0]["raises"][0]["token"] == str(int(logits_V.argmax()))
@@ -1203,7 +1202,7 @@ def test_the_lens_is_the_hosts_norm_and_head_of_a_large_value(name):
     hook.remove()
     assert len(final) == 1, "the norm that the host calls last, once a forward"
     with torch.no_grad():
-        at = hosted.norm(1e4 * memory.sign * memory.answer(slots)) - hosted.norm(torch.zeros(1, 32))
+        at = hosted.norm(1e4 * memory.answer(slots)) - hosted.norm(torch.zeros(1, 32))
         said = model.get_output_embeddings()(at)
     torch.testing.assert_close(found, said - said.mean(1, keepdim=True), atol=1e-4, rtol=1e-3)
     assert found.std() > 1e-3
@@ -1216,10 +1215,6 @@ def test_more_groups_of_parameters_leave_the_tables_theirs():
     optimizer.add_param_group({"params": [*model.model.norm.parameters()], "lr": 1e-9})
     values = attachment.module.places["1"].layer.values.weight_KD
     before = values.detach().clone()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    with torch.no_grad():  # at a gate of 0 no gradient reaches them
-        attachment.module.places["1"].gate.factor_1.fill_(1.0)
-    optimizer.zero_grad()
     model(input_ids=IDS, labels=IDS).loss.backward()
     optimizer.step()
     assert (values - before).abs().max() > 1e-3
@@ -1291,11 +1286,11 @@ def test_a_gate_lets_each_token_decide():
         before = model(input_ids=IDS).logits
         attachment = pkmlm.attach(model, KEYS | {"gate": "token"}, layers=[1])
         assert torch.equal(model(input_ids=IDS).logits, before)
-        gate = attachment.module.places["1"].gate
-        gate.factor_1.fill_(1.0)
+        place = attachment.module.places["1"]
+        place.layer.values.weight_KD.normal_()
         ungated = model(input_ids=IDS).logits
         assert not torch.equal(ungated, before)
-        gate.map.bias.fill_(-50.0)
+        place.gate.map.bias.fill_(-50.0)
         torch.testing.assert_close(model(input_ids=IDS).logits, before)
     with pytest.raises(UserError, match="start"):
         pkmlm.attach(model, KEYS | {"start": "zero"}, layers=[2])

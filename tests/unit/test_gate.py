@@ -1,12 +1,10 @@
-"""Factors before a memory's output: `start: zero`, `gate: token`; and what moves under `train.only`."""
+"""`start: zero`, `gate: token`, and what moves under `train.only`."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pkmlm import load_run
 from pkmlm.errors import UserError
-from pkmlm.memory.base import memories
 from pkmlm.memory.gate import Gate
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
@@ -53,14 +51,16 @@ def test_a_model_is_what_it_was_until_its_memory_learns(kind, tmp_path):
         assert torch.equal(model(TOKENS), dense(TOKENS))
     new = {name: parameter for name, parameter in model.named_parameters() if name in missing}
     before = {name: parameter.detach().clone() for name, parameter in new.items()}
-    for rate in (0.1, 0.03):  # the second step moves what stands behind a factor that was 0 in the first
+    for step in range(3):  # the first moves the values, the others what chooses and scales them
         model.zero_grad()
         model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
         for parameter in new.values():
-            parameter.data -= rate * parameter.grad.sign()
-    learning = [name for name in new if name.endswith(("weight_KD", "factor_1"))]
-    assert learning
-    assert not [name for name in learning if torch.equal(new[name], before[name])]
+            parameter.data -= 0.1 / (1 + step) * parameter.grad.sign()
+        if step == 0:
+            tables = [name for name in new if name.endswith("values.weight_KD")]
+            assert tables
+            assert not [name for name in tables if torch.equal(new[name], before[name])]
+    assert not [name for name in new if torch.equal(new[name], before[name])]
     with torch.no_grad():
         assert not torch.equal(model(TOKENS), dense(TOKENS))
 
@@ -77,16 +77,16 @@ def test_a_gate_of_each_token_starts_open(kind, tmp_path):
 
 
 def test_a_gate_multiplies_by_its_factors():
-    gate, random = Gate(6, zero=True, token=True), torch.Generator().manual_seed(1)
+    gate, random = Gate(6), torch.Generator().manual_seed(1)
     for parameter in gate.parameters():
         parameter.data = torch.randn(parameter.shape, generator=random)
     y, x = torch.randn(2, 3, 6, generator=random), torch.randn(2, 3, 6, generator=random)
-    weight, bias = gate.map.weight[0].tolist(), float(gate.map.bias)
+    weight, bias = gate.map.weight[0].tolist(), gate.map.bias.item()
     expected = torch.empty_like(y)
     for b in range(2):
         for t in range(3):
             score = bias + sum(w * float(entry) for w, entry in zip(weight, x[b, t], strict=True))
-            expected[b, t] = y[b, t] * float(gate.factor_1) * 2 / (1 + torch.tensor(-score).exp())
+            expected[b, t] = y[b, t] * 2 / (1 + torch.tensor(-score).exp())
     torch.testing.assert_close(gate(y, x), expected)
     assert gate(y.bfloat16(), x).dtype == torch.bfloat16
 
@@ -123,13 +123,3 @@ def test_only_what_is_chosen_moves(only, tokens, trained, write_recipe, tmp_path
     assert {name for name in moved if "running" in name} == set() or only == "memories"
     found = load_file(start / f"checkpoints/{(start / 'best').read_text().strip()}/weights.safetensors")
     assert all(torch.equal(found[name], last[name]) for name in found)
-
-
-def test_a_run_and_its_export_know_the_sign_of_a_factor(write_recipe, tmp_path, monkeypatch):
-    """What a value raises, it lowers behind a negative factor."""
-    keys = ["model.memories.pkm.layers=[2+]", "model.memories.pkm.start=zero", "train.steps=1", "eval.every=0"]
-    pkmlm("train", write_recipe(tmp_path, "product-key"), "-o", tmp_path / "run", *given(*keys), "-q")
-    pkmlm("export", tmp_path / "run", "-o", tmp_path / "export", "-q")
-    monkeypatch.setattr(Gate, "sign", -1.0)
-    for folder in ("run", "export"):
-        assert [memory.sign for memory in memories(load_run(tmp_path / folder, "latest").model)] == [-1.0]

@@ -24,7 +24,7 @@ class HashSpec(Spec):
     title: ClassVar[str] = "Hash buckets"
     unit: ClassVar[str] = "bucket"
     shapeless: ClassVar[tuple[str, ...]] = ("temperature", "score", "activation")
-    of_the_model: ClassVar[tuple[str, ...]] = ("parts", "extra_bits", "activation")
+    of_the_model: ClassVar[tuple[str, ...]] = ("parts", "extra_bits", "activation", "start")
 
     kind: Literal["hash"] = key("hash", "MemoryFormer's hash tables (Ding et al. 2024)")
     layers: tuple[str, ...] = key(("all",), "layers with these tables, counted from 1: 5, [3, 5], auto:2, or all")

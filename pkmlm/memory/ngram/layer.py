@@ -16,6 +16,7 @@ from pkmlm.memory.init import Constant, InitSpec, Multipliers
 from pkmlm.memory.ngram.spec import TAPS, Fusion, NGramSpec
 from pkmlm.memory.query import RMS_EPSILON
 from pkmlm.memory.scale import Scale
+from pkmlm.memory.spec import Start
 from pkmlm.memory.table import Values
 from pkmlm.memory.tokens import Past
 
@@ -33,7 +34,7 @@ class NGramMemory(SparseMemory):
     gate: a linear map makes a key k and a value v of the rows of all tables, concatenated. y = u + SiLU(conv(RMS(u))),
     u = sigmoid(sign(a) sqrt(|a|)) v, a = <RMS(x), RMS(k)> / sqrt(D) (sec. 2.3; the root is only in the authors' code).
     The convolution is causal, has 4 taps per channel, G tokens apart, starts at zero, and, unlike the authors', sees
-    nothing of other documents.
+    nothing of other documents. With `start` "zero" the rows, and so y, start at 0.
 
     add: y = s * sum of the rows, which are as wide as the model and start at zero; s starts at 0.1.
 
@@ -46,6 +47,7 @@ class NGramMemory(SparseMemory):
         fusion: "gate" or "add", see above.
         conv: whether "gate" has the convolution.
         canonical: whether the ids that it is called with are canonical.
+        start: "zero" lets the rows start at 0, as those that are added always do; "drawn" does not.
         layer, name: the block that it is in, counted from 1, and what it is called there, for reports.
 
     Raises:
@@ -67,6 +69,7 @@ class NGramMemory(SparseMemory):
         fusion: Fusion = "gate",
         conv: bool = True,
         canonical: bool = True,
+        start: Start = "drawn",
         layer: int = 1,
         name: str = "ngrams",
     ):
@@ -75,7 +78,14 @@ class NGramMemory(SparseMemory):
             raise ValueError(f"dim: found {dim} (expected 1 or more)")
         self.spec: NGramSpec
         spec = self.spec = NGramSpec(
-            orders=orders, heads=heads, rows=rows, row_dim=row_dim, fusion=fusion, conv=conv, canonical=canonical
+            orders=orders,
+            heads=heads,
+            rows=rows,
+            row_dim=row_dim,
+            fusion=fusion,
+            conv=conv,
+            canonical=canonical,
+            start=start,
         )
         spec.check(dim)
         self.dim, self.rows = dim, rows
@@ -87,7 +97,7 @@ class NGramMemory(SparseMemory):
         self.tap = UsageTap(layer, name, spec.kind, addresses, self.tables, shared=False)
         width_of_row = spec.width(dim)
         width = self.tables * width_of_row
-        std = width**-0.5 if fusion == "gate" else 0.0
+        std = 0.0 if start == "zero" or fusion == "add" else width**-0.5
         self.values = Values(addresses.slots, width_of_row, std=std)
         self.scale = Scale() if fusion == "add" else None
         self.gate = NGramGate(width, dim) if fusion == "gate" else None

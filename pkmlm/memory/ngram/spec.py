@@ -63,10 +63,6 @@ class NGramSpec(Spec):
         return self.fusion == "gate" and self.conv
 
     @property
-    def tables_start_at_zero(self) -> bool:
-        return self.fusion == "add"
-
-    @property
     def lookback(self) -> Lookback:
         order = max(self.orders)
         return Lookback(

@@ -13,6 +13,7 @@ from pkmlm.kernels.matmul import Linear, at_least_fp32, without_autocast
 from pkmlm.memory.address import Addresses
 from pkmlm.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.memory.scale import Scale
+from pkmlm.memory.spec import Start
 from pkmlm.memory.table import Values
 from pkmlm.memory.token.spec import Into, TokenSpec
 from pkmlm.memory.tokens import Past
@@ -26,13 +27,15 @@ class TokenMemory(SparseMemory):
     stream: y = s * row; rows start at zero, and s, which is learnt, at 0.1, as those of an n-gram memory that adds.
 
     values: head i of attention gets y_i = 2 sigmoid(<w_i, x>) row_i beside its own values, where row_i is its part of
-    the row and x the normalised stream; w starts at zero, and the gate so at 1. Rows start as large as the values are.
+    the row and x the normalised stream; w starts at zero, and the gate so at 1. Rows start as large as the values are,
+    or, with `start` "zero", at 0.
 
     Args:
         dim: width of the stream (D), and of a row.
         vocab_size: rows of the table (V).
         into: "stream" or "values".
         heads: of attention (h), which divide `dim`; for "values".
+        start: "zero" lets the rows start at 0, as those that are added to the stream always do; "drawn" does not.
         layer, name: the block that it is in, counted from 1, and what it is called there, for reports.
 
     Raises:
@@ -51,11 +54,12 @@ class TokenMemory(SparseMemory):
         vocab_size: int,
         into: Into = "stream",
         heads: int = 1,
+        start: Start = "drawn",
         layer: int = 1,
         name: str = "tokens",
     ):
         super().__init__()
-        self.spec = TokenSpec(into=into)
+        self.spec = TokenSpec(into=into, start=start)
         for key, value in (("dim", dim), ("vocab_size", vocab_size), ("heads", heads)):
             if value < 1:
                 raise ValueError(f"{key}: found {value} (expected 1 or more)")
@@ -64,7 +68,7 @@ class TokenMemory(SparseMemory):
         self.dim, self.heads = dim, heads
         added = into == "stream"
         self.tap = UsageTap(layer, name, self.spec.kind, Addresses(vocab_size), 1, shared=False, residual=added)
-        self.values = Values(vocab_size, dim, std=0.0 if added else VALUES_STD)
+        self.values = Values(vocab_size, dim, std=0.0 if added or start == "zero" else VALUES_STD)
         self.scale = Scale() if added else None
         self.gate = None if added else Linear(dim, heads, bias=False, initial_std=0.0)
         self.reset_parameters()

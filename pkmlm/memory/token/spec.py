@@ -34,10 +34,6 @@ class TokenSpec(Spec):
     optim: EveryRowOptim = key(EveryRowOptim, "how its table learns")
 
     @property
-    def tables_start_at_zero(self) -> bool:
-        return self.into == "stream"
-
-    @property
     def lookback(self) -> Lookback:
         return Lookback("plain", 1, 0)
 
