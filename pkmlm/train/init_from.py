@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from pkmlm.files import sha256_of
 from pkmlm.memory.init import initialise
 from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import Transformer, build_model, streams
-from pkmlm.recipe.schema import Model, differences
+from pkmlm.recipe.schema import Model, Recipe, differences
 from pkmlm.runs.checkpoint import check_weights, load_weights, verify
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import checkpoint_digest, read_progress
@@ -129,10 +129,18 @@ def _naming_the_key(job: Job, source: RunDirectory) -> Iterator[None]:
 
 def _differing_keys(job: Job, source: RunDirectory) -> dict[str, str]:
     """The keys of the model that both recipes have, and in which they differ, each with a text that says how."""
+
+    def in_full(recipe: Recipe) -> Recipe:
+        shape = recipe.model
+        meant = {"kv_heads": shape.value_heads, "head_dim": shape.head_width, "ffn_dim": shape.inner}
+        return replace(recipe, model=replace(shape, **meant, norm_eps=shape.epsilon(shape.norm)))
+
+    before, now = source.recipe(), job.recipe
+    written = differences(before, now)  # a width that follows from another key would be named beside that
     return {
         key: f"{key} is {there} there and {here} here"
-        for key, (there, here) in differences(source.recipe(), job.recipe).items()
-        if key.startswith("model.") and ".optim." not in key and "absent" not in (there, here)
+        for key, (there, here) in differences(in_full(before), in_full(now)).items()
+        if key.startswith("model.") and key in written and ".optim." not in key and "absent" not in (there, here)
     }
 
 

@@ -112,6 +112,8 @@ def test_a_run_says_which_step_it_started_from_and_all_ranks_start_from_it(train
 
 
 def test_what_the_same_weights_mean_is_told_where_it_changes(trained):
+    spelt_out = ("model.kv_heads=2", "model.head_dim=16", "model.norm_eps=1e-5", "model.ffn_dim=128")
+    assert warnings_of(job_from(trained("dense"), *spelt_out)) == []
     (warning,) = warnings_of(job_from(trained("dense"), "model.heads=4", "model.rotary_fraction=0.5"))
     assert "model.heads is 2 there and 4 here" in warning
     assert "rotary" not in warning, "it has no effect"
@@ -151,7 +153,7 @@ def test_a_tied_head_starts_an_untied_one(trained):
     ("changes", "tensor", "differing"),
     [
         (["model.dim=64"], "embedding.weight", "model.dim is 32 there and 64 here"),
-        (["model.memories=null", "model.ffn_dim=8"], "up.weight", "model.ffn_dim is null"),
+        (["model.memories=null", "model.ffn_dim=8"], "up.weight", "model.ffn_dim is 128"),
         (["model.memories.pkm.num_keys=8", "model.memories.pkm.optim.lr=1e-3"], "subkeys", "pkm.num_keys is 16 there"),
     ],
 )
