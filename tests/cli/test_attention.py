@@ -76,16 +76,3 @@ def test_benchmarks_time_what_needs_no_cache(tmp_path, write_recipe):
     assert [each["what"] for each in model["times"]] == ["forward", "step"], "a token needs a cache"
     assert all(each["median"] > 0 for each in model["times"])
     assert "cosformer attention" in pkmlm("bench", "generate", recipe, *sized, code=2).stderr
-
-
-def test_cost_and_check_know_the_kind(run):
-    attention, recipe, _ = run
-    assert pkmlm("recipe", "check", recipe, *arguments(attention)).stdout.startswith("ok ")
-    blocks = []
-    for kind in ("softmax", attention):
-        sized = ["-s", "model.vocab_size=100", *arguments(kind)]
-        blocks.append(json.loads(pkmlm("cost", recipe, *sized, "--json").stdout)["block"][0])
-    softmax, other = blocks
-    assert other["flops_without_attention"] == softmax["flops_without_attention"]
-    assert other["flops"] != softmax["flops"]
-    assert other["paper"] is None

@@ -91,9 +91,8 @@ def mixture(write_recipe, tmp_path_factory) -> Path:
     return folder / "mixture"
 
 
-@pytest.mark.parametrize("kind", ["product-key", "mixture"])
-def test_transformers_alone_gives_our_logits_ids_and_texts(kind, trained, mixture, tmp_path):
-    path, folder = mixture if kind == "mixture" else trained(kind), tmp_path / "exported"
+def test_transformers_alone_gives_our_logits_ids_and_texts(mixture, tmp_path):
+    path, folder = mixture, tmp_path / "exported"
     pkmlm("export", path, "-o", folder)
     run = load_run(path, "latest")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}

@@ -39,10 +39,9 @@ def test_too_many_open_files_are_no_mistake_of_the_user(command, trained, tmp_pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold address space to a limit")
-@pytest.mark.parametrize(("megabytes", "codes"), [(300, {1}), (600, {0, 1})])
-def test_too_little_address_space_ends_in_a_line(trained, megabytes, codes):
-    """The first is not enough to load torch, the other perhaps not to compute with it."""
-    limit = megabytes << 20
+def test_too_little_address_space_ends_in_a_line(trained):
+    """It is not enough to load torch."""
+    limit = 300 << 20
     words = [sys.executable, "-m", "pkmlm", "generate", str(trained("dense")), "a", "-n", "1"]
     done = subprocess.run(
         words,
@@ -53,6 +52,6 @@ def test_too_little_address_space_ends_in_a_line(trained, megabytes, codes):
         timeout=PATIENCE,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )
-    assert done.returncode in codes, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.returncode == 0 or "error: " in done.stderr
+    assert "error: " in done.stderr

@@ -89,17 +89,6 @@ def test_slots_speak_through_the_map_and_the_gate_is_told(trained) -> None:
     assert plain["slots"][0]["subkeys"][0] < 16
 
 
-@pytest.mark.parametrize("kind", ["memory-plus", "peer"])
-def test_exports_and_texts_are_those_of_the_run(trained, tmp_path: Path, kind: str) -> None:
-    run, folder = trained(kind), tmp_path / "exported"
-    pkmlm("export", run, "-o", folder)
-    found = [json.loads(pkmlm("eval", place, "--json", "-q", "--split", "test").stdout) for place in (run, folder)]
-    assert found[1]["perplexity"]["nll"] == pytest.approx(found[0]["perplexity"]["nll"], rel=1e-6)
-    texts = [pkmlm("generate", place, "It was", "-n", 20, "--temperature", 0).stdout for place in (run, folder)]
-    assert texts[0] == texts[1]
-    assert [memory["mass"] for memory in report(folder)] == [memory["mass"] for memory in report(run)]
-
-
 def test_a_run_may_start_from_tables_of_another_shape_of_memory(trained, write_recipe, tmp_path: Path) -> None:
     """A pool is no table of a layer: it is drawn anew, and said to be; scores that weigh otherwise are told."""
     source = f"train.init_from={trained('memory-plus')}"

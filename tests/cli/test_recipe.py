@@ -35,15 +35,6 @@ def test_check_says_ok(tmp_path: Path) -> None:
     ]
 
 
-def test_check_tells_a_wrong_recipe_in_two_lines_and_exit_code_2(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(SMALL + "optim:\n  learning_rate: 1\n")
-    done = pkmlm("recipe", "check", "a.yaml", code=2)
-    assert done.stdout == ""
-    error, hint = done.stderr.splitlines()
-    assert error == "error: a.yaml:5:3: unknown key optim.learning_rate (did you mean optim.lr?)"
-    assert hint.startswith("hint: keys of optim: lr, matrices, muon, betas, eps, schedule, ")
-
-
 @pytest.mark.parametrize("words", [["recipe", "check"], ["train", "--dry-run"]])
 def test_a_grid_is_told_as_one(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "grid.yaml").write_text("base: a.yaml\naxes: {dim: {64: {}}}\n")
@@ -67,6 +58,7 @@ def test_check_goes_on_after_a_wrong_recipe_and_names_each(tmp_path: Path) -> No
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert told[0] == "error: a.yaml:5:3: unknown key optim.learning_rate (did you mean optim.lr?)"
     assert told[1].count("missing.yaml") == 1
+    assert "hint: keys of optim: lr, matrices, muon, " in done.stderr
     assert pkmlm("recipe", "check", "./a.yaml", code=2).stderr.startswith("error: a.yaml:5:3: unknown key")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/b.yaml").write_text("nokey: 1\n")

@@ -102,17 +102,16 @@ def test_ranks_train_as_one_process_and_rank_0_alone_writes(alone, divided):
     assert drift[0][0][0]["moved"] == pytest.approx(drift[1][0][0]["moved"], rel=1e-3)
 
 
-@pytest.mark.parametrize(("size", "memory"), [(1, 1), (4, 4)])
 @pytest.mark.slow
-def test_any_ranks_go_on_with_what_others_have_saved(divided, recipe, ranks, tmp_path, size, memory):
+def test_more_ranks_go_on_with_what_others_have_saved(divided, recipe, ranks, tmp_path):
     run = half(divided, tmp_path)
-    ranks.pkmlm(size, "train", recipe, "-o", run, *STEPS, *of(size, memory))
+    ranks.pkmlm(4, "train", recipe, "-o", run, *STEPS, *of(4, 4))
     assert losses(run)[4:] == pytest.approx(losses(divided)[4:], rel=1e-5)
     assert losses(run)[:4] == losses(divided)[:4]
     log = (run / "train.log").read_text()
     assert "resuming at step 4" in log
     (warning,) = [line for line in log.splitlines() if "warning: step 4: " in line]
-    assert re.search(rf"ranks\D+2\D+{size}\b", warning)
+    assert re.search(r"ranks\D+2\D+4\b", warning)
 
 
 def test_ranks_go_on_with_what_one_process_has_saved(alone, recipe, ranks, tmp_path):
@@ -128,23 +127,6 @@ def test_the_same_ranks_go_on_to_the_bit(divided, recipe, ranks, tmp_path):
     for path in (divided / "checkpoints/step-00000008").iterdir():
         if path.name not in ("state.json", "manifest.json"):  # which tell the seconds
             assert path.read_bytes() == (run / "checkpoints/step-00000008" / path.name).read_bytes(), path
-
-
-@pytest.mark.slow
-def test_activations_may_be_computed_twice(divided, alone, recipe, ranks, tmp_path):
-    """From the start; and then, from the middle, to the bit."""
-    twice = ["-s", "train.recompute=true"]
-    ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "twice", *STEPS, *of(2, 2), *twice)
-    assert losses(tmp_path / "twice") == pytest.approx(losses(alone), rel=1e-5)
-    assert losses(tmp_path / "twice", "valid") == pytest.approx(losses(alone, "valid"), rel=1e-5)
-    run = half(tmp_path / "twice", tmp_path)
-    ranks.pkmlm(2, "train", recipe, "-o", run, *STEPS, *of(2, 2), *twice)
-    assert losses(run) == losses(tmp_path / "twice")
-    found = [tensors(each, 8) for each in (run, divided)]
-    assert found[0].keys() == found[1].keys()
-    for name, tensor in found[0].items():
-        idle = name.endswith("attention.qkv.bias")  # the keys' part does nothing: Adam follows its rounding
-        assert idle or np.allclose(tensor, found[1][name], atol=1e-4), name
 
 
 @pytest.mark.parametrize(("kind", "name"), [("memory-plus", "plus"), ("peer", "experts"), ("mixed", "pkm")])

@@ -36,7 +36,7 @@ def test_two_ranks_count_what_one_does(trained, background, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "optimizer"),
-    [("product-key", "pkm", "row-sgd"), ("memory-plus", "plus", "row-adam"), ("peer", "experts", "row-sgd")],
+    [("memory-plus", "plus", "row-adam"), ("peer", "experts", "row-sgd")],
 )
 def test_two_ranks_move_what_one_does_and_go_on_to_the_bit(kind, name, optimizer, trained, background, ranks, tmp_path):
     start = trained(kind)

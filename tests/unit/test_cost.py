@@ -89,29 +89,16 @@ def test_figure_1_of_memoryformer() -> None:
     assert round(ratio[0] / ratio[1], 3) == 0.196
 
 
-# MemoryFormer table 2, one block of Pythia-410M in G: as built here, and as printed.
-TABLE_2 = {"linformer": (27.38, 26.1), "cosformer": (26.70, 30.0), "performer": (28.57, 26.7)}
+# One block of Pythia-410M in G, as built here; MemoryFormer's table 2 prints 26.1, 30.0 and 26.7.
+TABLE_2 = {"linformer": 27.38, "cosformer": 26.70, "performer": 28.57}
 
 
 @pytest.mark.parametrize("attention", TABLE_2)
 def test_table_2_of_memoryformer(attention: str) -> None:
     block = preset(f"memoryformer/attention-{attention}.yaml").as_json()["block"][0]
     assert round(block["flops_without_attention"] / GIGA, 2) == 25.77
-    assert round(block["flops"] / GIGA, 2) == TABLE_2[attention][0]
+    assert round(block["flops"] / GIGA, 2) == TABLE_2[attention]
     assert block["paper"] is None
-
-
-def test_table_2_by_the_definitions_of_its_papers() -> None:
-    """What the docstring of `attention_flops` says of the printed numbers; half of the last digit either way."""
-    s, d, e = 2048, 1024, 64
-    whole = {name: [printed - 0.05, printed + 0.05] for name, (_, printed) in TABLE_2.items()}
-    left = {name: [total * GIGA - 12 * s * d * d for total in totals] for name, totals in whole.items()}
-    assert [round(part / GIGA, 2) for pair in left.values() for part in pair] == [0.28, 0.38, 4.18, 4.28, 0.88, 0.98]
-    for name, sizes in (("linformer", range(34, 46)), ("performer", range(105, 117))):
-        low, high = left[name]
-        assert [size for size in range(1, 999) if low <= 4 * s * size * d <= high] == list(sizes)
-    totals = [12 * s * d * d + part for part in (4 * s * 256 * d, 4 * s * e * d, 2 * s * d * d)]
-    assert [round(total / GIGA, 2) for total in totals] == [27.92, 26.31, 30.06]
 
 
 # Pythia's published counts: all parameters, and those beside the two embeddings, of 50,304 rows each: the 50,277 tokens

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pkmlm.data.batches import Batches
-from pkmlm.errors import UserError
 from pkmlm.measure import drift as drifting
 from pkmlm.measure.drift import RECORD, Drift
 from pkmlm.memory.base import memories
@@ -18,7 +17,7 @@ from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Eval, Train
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.step import TrainState, train_step
-from tests.conftest import after_step, model_2019, pkmlm, recipe_2019
+from tests.conftest import model_2019, pkmlm, recipe_2019
 from tests.golden.test_curves import Stream
 
 MEMORY = ProductKeySpec(layers=("2",), num_keys=32, heads=2, topk=2, key_dim=8)
@@ -141,24 +140,6 @@ def test_training_records_drift(trained, kind: str) -> None:
     for step in RunDirectory(run).steps():
         assert (RunDirectory(run).checkpoint(step) / "drift.safetensors").exists() == bool(memories)
     assert pkmlm("compare", run).stdout, "other readers of metrics.jsonl pass over it"
-
-
-def test_a_resumed_run_records_the_drift_of_a_straight_one(write_recipe, trained, tmp_path: Path, monkeypatch) -> None:
-    recipe, run = write_recipe(tmp_path, "product-key"), tmp_path / "run"
-
-    def fail(state: TrainState) -> None:
-        raise UserError("the machine fails", exit_code=1)
-
-    with monkeypatch.context() as once:
-        after_step(once, 22, fail)
-        pkmlm("train", recipe, "-o", run, "-q", code=1)
-    assert RunDirectory(run).steps()[-1] == 20, "between two records"
-    pkmlm("train", recipe, "-o", run, "-q")
-    ours, straight = (
-        [line for line in RunDirectory(path).metrics() if line["event"] == "drift"]
-        for path in (run, trained("product-key"))
-    )
-    assert ours == straight
 
 
 @pytest.mark.parametrize("recompute", [False, True])

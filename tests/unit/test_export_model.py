@@ -266,11 +266,6 @@ KINDS = {
     "grouped": replace(MODEL, kv_heads=1, head_dim=12, smear=True, positions="learned"),
     "product-key": with_memories(pkm=PRODUCT_KEY),
     "flat-key": replace(with_memories(flat=FlatKeySpec(layers=("2+",), **KEYS)), residual="parallel"),
-    "memory-plus": with_memories(plus=PLUS),
-    "peer": with_memories(experts=PEERSpec(layers=("2",), key_norm="rms", **KEYS)),
-    "ngram": with_memories(grams=GRAMS),
-    "ngram-lite": with_memories(lite=LITE, pkm=PRODUCT_KEY),
-    "hash": with_memories(tables=HashSpec(bits=4)),
     "token": with_memories(tokens=TokenSpec(layers=("1",)), into=TokenSpec(layers=("all",), into="values")),
     "mixture": with_memories(
         plus=PLUS,

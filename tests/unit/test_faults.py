@@ -32,7 +32,7 @@ def ground(tmp_path_factory):
         yield Ground(folder, forks).make()
 
 
-@pytest.mark.parametrize("how", crashes.FAILURES)
+@pytest.mark.parametrize("how", ["crash", "ENOSPC"])
 @pytest.mark.parametrize("what", ["tokenize", "replace", "train"])
 @pytest.mark.slow
 def test_a_crash_or_a_failed_write_anywhere_loses_nothing(ground, what, how):
@@ -129,14 +129,14 @@ def test_every_kind_of_saved_item_is_needed(ground):
 
 @pytest.mark.slow
 def test_damaged_checkpoints_are_found(ground):
-    for number in range(20):
+    for number in range(6):
         survived, said = damage.spoil_checkpoint(ground, number)
         assert survived, said
 
 
 @pytest.mark.slow
 def test_damaged_tokens_are_found(ground):
-    for number in range(20):
+    for number in range(6):
         survived, said = damage.spoil_tokens(ground, number)
         assert survived, said
 

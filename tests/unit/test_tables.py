@@ -45,22 +45,6 @@ def test_text_never_cuts_a_number_and_wraps_words(monkeypatch: pytest.MonkeyPatc
         assert text.count("word") == 40 * many
 
 
-def test_headings_fold_then_columns_draw_nearer_then_text_folds(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = [Column("run"), number("M operations a token"), Column("made of"), *[number("part")] * 4]
-    table = Table("", columns, [["product-key-seed-1", 10**9, "attention and a memory", *[10**6] * 4]])
-    columns_of_text, numbers, heading = 18 + 22, 13 + 4 * 9, 20
-    folded, gaps = columns_of_text + numbers, 2 * 6
-    for width in range(60, 130):
-        monkeypatch.setenv("COLUMNS", str(width))
-        text = table.render()
-        assert ("M operations a token" in text) is (width >= folded + heading - 13 + gaps)
-        assert ("attention and a memory" in text) is (width >= folded + gaps // 2)
-        apart = width >= folded + gaps or 16 + 16 + numbers + gaps <= width < folded + gaps // 2
-        assert ("1,000,000  1,000,000" in text) is apart
-        assert max(map(len, text.splitlines())) <= max(width, 16 + 16 + numbers + gaps // 2)
-        assert text.count("1,000,000") == 5
-
-
 @pytest.mark.parametrize("width", [8, 40, 64, 80, 120])
 def test_numbers_and_names_are_whole_and_spreads_fold(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
