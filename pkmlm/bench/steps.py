@@ -28,6 +28,7 @@ from pkmlm.runs.results import STEPS, StepTimes
 from pkmlm.train.step import queue_step
 
 ROUNDS = 7
+ESTIMATE_ROUNDS = 2  # of a dry run
 FEWER = "compare fewer runs, or compare over tokens or operations"  # the hint if memory does not hold all models
 BUSY = 0.5  # cores that other programs may use before a timing gets a warning
 RATES = ("lr", "lr_scale", "schedule", "times", "warmup_steps", "final_lr", "decay_steps")  # none changes a step's time

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from tempfile import TemporaryDirectory
 from types import FrameType
 
@@ -55,10 +56,13 @@ def launch(processes: int) -> int:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         # Each rank leads a session of its own once it has started; a child that does not is not a rank yet.
-        ranks = [child.pid for child in psutil.Process().children() if os.getsid(child.pid) == child.pid]
-        for rank in ranks:
-            os.kill(rank, number)
-        if not ranks:
+        passed = False
+        for child in psutil.Process().children():
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                if os.getsid(child.pid) == child.pid:
+                    os.kill(child.pid, number)
+                    passed = True
+        if not passed:
             raise SystemExit(EXIT_CODES[number])
 
     if 0 < torch.cuda.device_count() < processes:

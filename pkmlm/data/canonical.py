@@ -5,7 +5,6 @@ Memories look rows up by them (Cheng et al. 2026, arXiv 2601.07372, sec. 2.2).
 V: rows of the embedding.
 """
 
-import hashlib
 import unicodedata
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def canonical_ids(tokenizer: Tokenizer, rows: int, merge: bool = True) -> np.ndarray:
@@ -79,8 +78,3 @@ def canonical_text(text: str) -> str:
     apart = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
     bare = "".join(c for c in apart if unicodedata.category(c) != "Mn").lower()
     return " ".join(bare.split()) or " " * bool(bare)
-
-
-def ids_sha256(ids_V: "np.ndarray | torch.Tensor") -> str:
-    """The sha256 of a map of ids, as little-endian int64."""
-    return hashlib.sha256(np.asarray(ids_V).astype("<i8").tobytes()).hexdigest()

@@ -136,7 +136,8 @@ def chosen_documents(choice: TextChoice, run: "LoadedRun", quiet: bool = True) -
     found = f"the {' and '.join(others)} tokens in {corpus.name} are not those that run {run.name} was trained on"
     if choice.data is not None and not corpus.has_answers:
         raise UserError(f"--data: {found}", "to score another text, use --text FILE")
-    return replace(documents, warnings=(f"{found}: the model may have been trained on what it is scored on",))
+    warning = f"{found}: the model may have been trained on what it is scored on"
+    return replace(documents, name=f"{documents.name} of {corpus.name}", warnings=(warning,))
 
 
 def separator_of(folders: Sequence[str]) -> str | None:

@@ -48,7 +48,8 @@ class Evaluation:
         try:
             if record["perplexity"] is not None:
                 split = record["perplexity"]["split"]
-                name = split if self.choice.text is None else f"text-{split}-{record['source']['sha256'][:8]}"
+                own = self.choice.text is None and split == (self.choice.split or "test")
+                name = split if own else f"text-{split}-{record['source']['sha256'][:8]}"
                 name += "-answers" if "answers" in record else ""
                 alone = {key: value for key, value in record.items() if key != "harness"}
                 file = perplexity_file(name, record["step"], self.stride)

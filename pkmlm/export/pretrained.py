@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pkmlm import __version__
 from pkmlm.cost import cost_of
-from pkmlm.data.canonical import canonical_ids, ids_sha256
+from pkmlm.data.canonical import canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import is_finite
 from pkmlm.distributed import ProcessGroups
@@ -217,16 +217,13 @@ def write_run(path: Path, found: Pretrained, source: str) -> int:
     recipe, tokenizer = found.recipe, found.tokenizer
     rows = recipe.model.vocab_size or 0
     parameters = cost_of(recipe, rows).as_json()["parameters"]
-    weights, data = found.tensors(), {"tokenizer": tokenizer.sha256}
-    for name in weights.keys() - found.weights.keys():
-        data[name.split(".")[1]] = ids_sha256(weights[name])
-    progress = Progress(vocab_size=rows, parameters=parameters, data=data)
+    progress = Progress(vocab_size=rows, parameters=parameters, data={"tokenizer": tokenizer.sha256})
     with writing_folder(path, replace=path.is_dir()) as folder:
         run = RunDirectory(folder)
         run.create(recipe)
         run.write_tokenizer(tokenizer.file, tokenizer.model_bytes)
         with Saver(run, recipe, ProcessGroups(), say=lambda line: None) as saver:
-            saver.save(progress, weights, {}, {}, {}, committed=lambda seconds: None)
+            saver.save(progress, found.tensors(), {}, {}, {}, committed=lambda seconds: None)
             saver.wait()
         for pointer in ("latest", "best"):
             run.set_pointer(pointer, 0)

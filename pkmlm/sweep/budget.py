@@ -11,7 +11,7 @@ from statistics import median
 from typing_extensions import TypedDict
 
 from pkmlm.bench.rounds import Say
-from pkmlm.bench.steps import BUSY, time_steps, timed_part
+from pkmlm.bench.steps import BUSY, ESTIMATE_ROUNDS, ROUNDS, time_steps, timed_part
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import mean_read
@@ -46,7 +46,13 @@ def busy_note(folder: Path) -> str:
 
 
 def relative_steps(
-    recipes: Mapping[Place, Recipe], grid: Grid, folder: Path | None, say: Say, *, retime: bool
+    recipes: Mapping[Place, Recipe],
+    grid: Grid,
+    folder: Path | None,
+    say: Say,
+    *,
+    retime: bool = False,
+    table_only: bool = False,
 ) -> dict[Place, float]:
     """How many steps each model takes for one of the grid's first, at an equal amount of what its place says.
 
@@ -55,10 +61,11 @@ def relative_steps(
         folder: of the sweep, which keeps the times of steps; None: they are not kept.
         say: called with a line on which round of a timing runs.
         retime: time steps again, although the folder has their times.
+        table_only: time nothing.
 
     Raises:
-        UserError: the folder's times are damaged, or those of another first model; (exit code 1) memory does not hold
-            all models at once.
+        UserError: the folder's times are damaged, those of another first model, or with `table_only` not there; (exit
+            code 1) memory does not hold all models at once.
     """
     takes: dict[str, dict[Place, float]] = {"tokens": {}, "operations": {}, "seconds": {}}
     takes["tokens"] = {place: mean_read(recipe) for place, recipe in recipes.items()}
@@ -72,13 +79,14 @@ def relative_steps(
     first = next(iter(recipes))
     if "seconds" in grid.equal:
         keys = {place: recipe_sha256(part) for place, part in parts.items()}
-        relative = relative_seconds({keys[place]: parts[place] for place in parts}, keys[first], folder, say, retime)
+        timed = {keys[place]: parts[place] for place in parts}
+        relative = relative_seconds(timed, keys[first], folder, say, retime, table_only)
         takes["seconds"] = {place: relative[key] for place, key in keys.items()}
     return {place: takes[place[0][-1]][first] / takes[place[0][-1]][place] for place in recipes}
 
 
 def relative_seconds(
-    recipes: Mapping[str, Recipe], first: str, folder: Path | None, say: Say, retime: bool
+    recipes: Mapping[str, Recipe], first: str, folder: Path | None, say: Say, retime: bool, table_only: bool
 ) -> dict[str, float]:
     """The seconds of a step of each of `recipes` (by sha256) over those of `first`, timed in turn in one process.
     Models that were added to a grid are timed beside the first.
@@ -93,8 +101,10 @@ def relative_seconds(
             raise UserError(message, "set it back, or name another folder with -o")
         known, busy = kept["relative"], kept["busy_cores"]
     missing = {key: recipe for key, recipe in recipes.items() if key not in known}
+    if missing and table_only:
+        raise UserError(f"{file} lacks the steps of {len(missing)} models", "leave --table out to time them")
     if missing:
-        times = time_steps({first: recipes[first]} | missing, say)
+        times = time_steps({first: recipes[first]} | missing, say, ROUNDS if file else ESTIMATE_ROUNDS)
         if times["busy_cores"] > BUSY:
             again = "begin the sweep in another folder when the machine is idle"
             warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {again}")

@@ -358,10 +358,16 @@ def assignments(tree: Node, prefix: str = "") -> Iterator[str]:
         raise UserError(f"{tree.place}: found {tree.shown()} (expected recipe keys and values)")
 
 
-def override_text(node: Node) -> str:
-    """A scalar or a list in the syntax of an override; null in one spelling."""
+def override_text(node: Node, within: str = "") -> str:
+    """A scalar or a list in the syntax of an override; null in one spelling.
+
+    Args:
+        within: characters with a meaning where the text will stand.
+    """
     if isinstance(node.value, list):
-        return f"[{', '.join(override_text(item) for item in node.value)}]"
+        return f"[{', '.join(override_text(item, within=',[]{}') for item in node.value)}]"
     if isinstance(node.value, dict):
         raise UserError(f"{node.place}: found a mapping (expected a value)")
-    return quoted_text(node.value) if node.quoted else "null" if node.value == "~" else node.value
+    if node.quoted or any(c in node.value for c in within):
+        return quoted_text(node.value)
+    return "null" if node.value == "~" else node.value

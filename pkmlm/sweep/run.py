@@ -21,7 +21,7 @@ from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
 
 from pkmlm.bench.generate import score_batch
 from pkmlm.bench.rounds import Say, interleaved
-from pkmlm.bench.steps import step_amounts, time_steps, timed_part, vocab_size_in
+from pkmlm.bench.steps import ESTIMATE_ROUNDS, step_amounts, time_steps, timed_part, vocab_size_in
 from pkmlm.console import Table, progress_bars, say_drawn, status_line, warn, warn_each
 from pkmlm.cost import cost_of
 from pkmlm.cost_tables import vocab_size_of
@@ -49,7 +49,6 @@ from pkmlm.sweep.results import Results, SweepFolder
 
 TIMED_TOKENS = 4096  # scored at once
 ROUNDS = 7
-ESTIMATE_ROUNDS = 2  # of a dry run
 DIVERGED = 3  # exit code of a command
 
 
@@ -127,7 +126,8 @@ def open_sweep(
         if folder:
             make_folder(folder.runs)
         with status_line(quiet) as say:
-            relative = relative_steps(known, grid, folder.path if folder else None, say, retime=retime and not begun)
+            at, again = folder.path if folder else None, retime and not begun
+            relative = relative_steps(known, grid, at, say, retime=again, table_only=table_only)
         cells = Cells(grid, base, overrides, relative)
     return Results(grid, cells, {place: facts_of_cost(recipe) for place, recipe in known.items()}), folder
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from pkmlm.data.canonical import ids_sha256
 from pkmlm.errors import UserError
 from pkmlm.files import sha256_of
 from pkmlm.memory.init import initialise
@@ -21,7 +20,7 @@ from pkmlm.runs.record import checkpoint_digest, read_progress
 from pkmlm.train.job import Job
 
 HEAD = "untied_head.weight"
-IDS = "token_ids."  # which the tokenizer gives, whatever a checkpoint holds
+IDS = "token_ids."  # which the tokenizer gives where a checkpoint has none
 SHAPELESS = {
     *("model.heads", "model.kv_heads", "model.head_dim", "model.attention", "model.document_mask", "model.residual"),
     *("model.norm", "model.norm_eps", "model.ffn"),
@@ -29,8 +28,8 @@ SHAPELESS = {
 
 
 @torch.no_grad()
-def load_init_from(job: Job, model: Transformer, step: int) -> None:
-    """Fill a model with the weights of `train.init_from`, and draw those that it lacks.
+def load_init_from(job: Job, model: Transformer, step: int) -> Set[str]:
+    """Fill a model with the weights of `train.init_from`, and draw those that it lacks; return the names of these.
 
     Args:
         step: the step of their checkpoint, as returned by `check_init_from`; the same on all ranks.
@@ -48,6 +47,7 @@ def load_init_from(job: Job, model: Transformer, step: int) -> None:
         load_weights(path, weights, tables, strict=False)
     if HEAD in missing and model.untied_head is not None:  # the embedding was the head, too
         model.untied_head.weight.copy_(model.embedding.weight)
+    return missing
 
 
 def check_init_from(job: Job) -> tuple[int | None, list[str]]:
@@ -79,9 +79,6 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
     if job.background is not None and job.background.checkpoint != checkpoint_digest(path):
         parts.append(f"{path} is another checkpoint than that of finetune.background, which may read other slots")
     changed = [text for key, text in differing.items() if key in _shapeless(job.recipe.model)]
-    for ids, ids_V in job.token_ids.items():
-        if f"{IDS}{ids}.ids_V" in loaded and read_progress(path).data.get(ids) != ids_sha256(ids_V):
-            changed.append(f"this Python's Unicode makes other {ids} ids of its tokenizer")  # which choose rows
     if changed:
         parts.append(f"its weights mean something else here: {', '.join(changed)}")
     if read_progress(path).data.get("train") == job.corpus.sha256 and before.seed == job.recipe.train.seed:
@@ -131,9 +128,9 @@ def _differing_keys(job: Job, source: RunDirectory) -> dict[str, str]:
     """The keys of the model that both recipes have, and in which they differ, each with a text that says how."""
 
     def in_full(recipe: Recipe) -> Recipe:
-        shape = recipe.model
-        meant = {"kv_heads": shape.value_heads, "head_dim": shape.head_width, "ffn_dim": shape.inner}
-        return replace(recipe, model=replace(shape, **meant, norm_eps=shape.epsilon(shape.norm)))
+        of, norm_eps = recipe.model, recipe.model.epsilon(recipe.model.norm)
+        widths = replace(of, kv_heads=of.value_heads, head_dim=of.head_width, ffn_dim=of.inner, norm_eps=norm_eps)
+        return replace(recipe, model=widths)
 
     before, now = source.recipe(), job.recipe
     written = differences(before, now)  # a width that follows from another key would be named beside that

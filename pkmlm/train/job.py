@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.canonical import canonical_ids, ids_sha256
+from pkmlm.data.canonical import canonical_ids
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
@@ -112,7 +112,7 @@ def hashes_of(job: Job) -> dict[str, str]:
     found = dict(job.corpus.hashes)
     if job.background is not None:
         found["background"] = job.background.digest
-    return found | {ids: ids_sha256(ids_V) for ids, ids_V in job.token_ids.items()}
+    return found
 
 
 def cut_documents_warning(job: Job) -> list[str]:

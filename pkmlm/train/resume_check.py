@@ -72,7 +72,7 @@ def refuse_changed_recipe(run: RunDirectory, recipe: Recipe, allowed: Collection
 
 def refuse_other_data(run: RunDirectory, job: Job) -> None:
     """Refuse to resume if the latest checkpoint, which must be intact, is of another tokenizer, other tokens to train
-    or validate on, another background or other ids of tokens. A split for validation may come or go.
+    or validate on, or another background. A split for validation may come or go.
     """
     before = read_progress(run.checkpoint(run.steps()[-1])).data
     folder, hashes = job.corpus.name, hashes_of(job)
@@ -81,8 +81,6 @@ def refuse_other_data(run: RunDirectory, job: Job) -> None:
         ("train", "trained on other tokens than those in", folder),
         ("valid", "validated on other text than that in", folder),
         ("background", "trained by another background than", job.recipe.finetune.background),
-        ("canonical", "trained with other canonical ids than this Python's Unicode makes of the tokenizer in", folder),
-        ("plain", "trained with other ids than those of the tokenizer in", folder),
     ):
         expected, found = before.get(name), hashes.get(name)
         if expected and found and found != expected:

@@ -19,7 +19,7 @@ from pkmlm.runs.checkpoint import check_weights, quarantine_damaged_checkpoints
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, read_progress
 from pkmlm.signals import StopRequest, stop_on_signals
-from pkmlm.train.init_from import check_init_from, load_init_from
+from pkmlm.train.init_from import IDS, check_init_from, load_init_from
 from pkmlm.train.job import Job, no_validation_warning
 from pkmlm.train.log import RunLog, SilentLog, TrainingLog
 from pkmlm.train.loop import Outcome, Training
@@ -191,10 +191,10 @@ def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups, sta
         start: the step of the checkpoint of `train.init_from`; None: draw the weights from the seed.
     """
     model = build_model(job.recipe, job.vocab_size, settings.device, groups, init_weights=start is None)
-    if start is not None:
-        load_init_from(job, model, start)
+    new = model.state_dict().keys() if start is None else load_init_from(job, model, start)
     for ids, ids_V in job.token_ids.items():
-        model.token_ids.get_submodule(ids).get_buffer("ids_V").copy_(torch.from_numpy(ids_V))
+        if f"{IDS}{ids}.ids_V" in new:
+            model.token_ids.get_submodule(ids).get_buffer("ids_V").copy_(torch.from_numpy(ids_V))
     return model
 
 

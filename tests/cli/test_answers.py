@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from statistics import fmean
 
 import numpy as np
@@ -18,6 +19,7 @@ from pkmlm.data.corpus import Corpus
 from pkmlm.measure.background import Background
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.results import perplexities
 from pkmlm.sweep.budget import relative_steps
 from pkmlm.sweep.cells import Cells
 from pkmlm.sweep.grid import read_grid
@@ -151,6 +153,18 @@ def test_answers_are_learnt_scored_and_counted(facts, write_recipe, tmp_path):
     assert [(each["prompt"], each["answer"], each["given"]) for each in said] == [
         (row["q"], row["a"], row["a"]) for row in ROWS
     ]
+
+
+def test_other_questions_are_no_score_of_the_runs_own_text(trained, facts, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained("dense"), run, ignore=shutil.ignore_patterns("eval"))
+    own = json.loads(pkmlm("eval", run, "--split", "valid", "--json").stdout)
+    for more in ([], ["--answers"]):
+        told = json.loads(pkmlm("eval", run, "--data", facts, "--split", "valid", *more, "--json").stdout)
+        assert told["perplexity"]["split"] == f"valid of {facts}"
+    kept = RunDirectory(run).evaluations()
+    assert len(kept) == 3
+    assert [each["perplexity"] for each in perplexities(kept, "valid", own["stride"])] == [own["perplexity"]]
 
 
 def test_tables_and_wrong_rows(facts, tmp_path):

@@ -204,7 +204,7 @@ def test_a_resume_with_another_text_to_validate_on_is_refused(ground):
     ended = ground.train("product-key", run, "-s", f"data.dir={tokens}")
     assert "has no valid split" in ended.stderr
     state = json.loads((run / "checkpoints/step-00000012/state.json").read_text())
-    assert state["data"].keys() == {"tokenizer", "train", "valid", "plain"}, "the split that went is remembered"
+    assert state["data"].keys() == {"tokenizer", "train", "valid"}, "the split that went is remembered"
 
 
 def test_sizes_are_checked_before_anything_is_allocated(ground):

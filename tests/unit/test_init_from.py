@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -126,16 +125,6 @@ def test_what_the_same_weights_mean_is_told_where_it_changes(trained):
     (warning,) = warnings_of(job_from(trained("ngram"), "model.memories.ngrams.canonical=false"))
     assert "model.memories.ngrams.canonical is true there and false here" in warning
     assert "ids_V" not in warning, "the tokenizer gives them"
-
-
-def test_other_canonical_ids_than_those_of_the_source_are_warned_of(trained):
-    """Another Python's Unicode may merge a token more, which numbers all later rows of the n-gram tables anew."""
-    job = job_from(trained("ngram"))
-    assert not warnings_of(job)
-    vars(job)["token_ids"] = {"canonical": np.roll(job.token_ids["canonical"], 1)}
-    (warning,) = warnings_of(job)
-    assert "its weights mean something else here: this Python's Unicode" in warning
-    assert not warnings_of(job_from(trained("product-key"))), "there are none"
 
 
 def test_a_tied_head_starts_an_untied_one(trained):

@@ -256,11 +256,11 @@ axes:
 """
 
 
-def steps_at(folder: Path, equal: str, tune: str = "") -> dict[tuple[Point, str | None], int]:
+def steps_at(folder: Path, equal: str, tune: str = "", **options: bool) -> dict[tuple[Point, str | None], int]:
     """`train.steps` of each whole cell, at an equal amount of 600 of the first model's."""
     grid = grid_of(folder, f"{EQUAL}equal: {equal}\n{tune}", None)
     known = with_vocab_sizes(Cells(grid, folder / "base.yaml", ["train.steps=600"]), None)
-    relative = relative_steps(known, grid, folder, lambda line: None, retime=False)
+    relative = relative_steps(known, grid, folder, lambda line: None, **options)
     cells = Cells(grid, folder / "base.yaml", ["train.steps=600"], relative)
     return {place: cell.recipe.train.steps for place, cell in cells.first.items()}
 
@@ -288,6 +288,8 @@ def test_steps_at_equal_seconds_are_timed_once_and_kept(folder):
     pkm = next(key for key, value in kept["relative"].items() if found["pkm"] == round(600 / value))
     kept |= {"relative": {kept["first"]: 1.0, pkm: 3.0}, "busy_cores": 7.0}
     (folder / "budget.json").write_text(json.dumps(kept))
+    with pytest.raises(UserError, match=r"budget\.json lacks"):
+        steps_at(folder, "seconds", table_only=True)
     again = {point[0]: steps for (point, _), steps in steps_at(folder, "seconds").items()}
     assert (again["none"], again["pkm"]) == (600, 200)
     kept_now = json.loads((folder / "budget.json").read_text())
@@ -342,6 +344,9 @@ def test_a_quoted_value_reaches_the_recipe_as_it_is(folder):
     text = GRID.replace("set: {", r"""set: {data.dir: "a\\b\"c\nd", """)
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
     assert cells.first[P[0], "1e-3"].recipe.data.dir == 'a\\b"c\nd'
+    text = GRID.replace("set: {model.dim: 16}", "set:\n  model.dim: 16\n  data.dir:\n    - a\n    - b, c")
+    cells = Cells(grid_of(folder, text), folder / "base.yaml")
+    assert cells.first[P[0], "1e-3"].recipe.data.folders == ("a", "b, c")
 
 
 def test_two_values_with_one_name_are_refused(folder):
