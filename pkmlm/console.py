@@ -243,28 +243,26 @@ def token_progress(description: str, total: int, quiet: bool) -> Iterator[Callab
 
 
 @contextmanager
-def stage_progress(quiet: bool) -> Iterator[tuple[Callable[[str, int, int | None, int], None], dict[str, float]]]:
+def stage_progress(quiet: bool) -> Iterator[tuple[Callable[[str, int, int | None], None], dict[str, float]]]:
     """Show a bar for each of several stages that count bytes.
 
     Yields:
-        report(stage, done, total, text): sets the bytes of a stage that are done, and the characters of text in them,
-        which are shown where they are more, and its total, if known; and a mapping from stages to the seconds from
-        their first to their last report.
+        report(stage, done, total): sets the bytes of a stage that are done, and its total, if known; and a mapping from
+        stages to the seconds from their first to their last report.
     """
-    from rich.progress import DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import DownloadColumn, TimeElapsedColumn, TimeRemainingColumn
 
     started: dict[str, tuple[float, TaskID]] = {}
     seconds: dict[str, float] = {}
-    columns = DownloadColumn(), TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TimeRemainingColumn()
+    columns = DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with progress_bars(quiet, *columns) as progress:
 
-        def report(stage: str, done: int, total: int | None, text: int) -> None:
+        def report(stage: str, done: int, total: int | None) -> None:
             if stage not in started:
-                started[stage] = time.monotonic(), progress.add_task(stage, total=total, text="")
+                started[stage] = time.monotonic(), progress.add_task(stage, total=total)
             start, task = started[stage]
             seconds[stage] = time.monotonic() - start
-            shown = f"{text / 1e6:,.0f} million characters" if text > max(done, 1e6) else ""
-            progress.update(task, completed=done, total=total, text=shown)
+            progress.update(task, completed=done, total=total)
 
         yield report, seconds
 

@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from pkmlm.attach.dense import DenseSpec
 from pkmlm.attach.hosted import Hosted
 from pkmlm.attach.hosts import choose_blocks, find_tokenizer, vocabulary_of
 from pkmlm.attach.optimizer import AdamWAndRowAdam
-from pkmlm.attach.places import NAME, Attached, attachments_of, insert
-from pkmlm.attach.saved import check_base, check_weights, read_facts, read_weights, saved_spec, write_attached
+from pkmlm.attach.places import NAME, attachments_of, insert
+from pkmlm.attach.saved import check_base, read_facts, read_weights, saved_spec, write_attached
 from pkmlm.attach.specs import Mode, spec_of
 from pkmlm.attach.tokens import host_ids
 from pkmlm.errors import UserError
@@ -78,9 +77,9 @@ def attach(
                 raise UserError(f"{name} is {value}, but {memory} sets it", f"leave {name} out")
         facts = read_facts(folder := Path(memory))
         check_base(folder, facts, model)
-        check = partial(check_weights, folder)
-        given = {"freeze": freeze, "seed": None, "check": check}
-        attachment = Attachment(model, saved_spec(folder, facts), facts["layers"], facts["mode"], **given)
+        attachment = Attachment(
+            model, saved_spec(folder, facts), facts["layers"], facts["mode"], freeze=freeze, seed=None
+        )
         try:
             read_weights(folder, facts, attachment.module)
         except BaseException:
@@ -150,13 +149,12 @@ class Attachment:
         freeze: bool,
         seed: int | None,
         made: SparseMemory | None = None,
-        check: Callable[[Attached], None] = lambda attached: None,
     ):
         """Use `attach` or `attach_dense`."""
         if not isinstance(freeze, bool):
             raise UserError(f"freeze is {freeze!r} (expected True or False)")
         self.model, self.step = model, 0
-        self.module = insert(model, spec, layers, mode, freeze=freeze, seed=seed, made=made, check=check)
+        self.module = insert(model, spec, layers, mode, freeze=freeze, seed=seed, made=made)
         self._prefix = f"{NAME}.{self.module.name}."
         self._rows: RowAdam | None = None
 

@@ -4,9 +4,7 @@ B: sequences; T: positions; D: model width; V: vocabulary.
 """
 
 import inspect
-import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,18 @@ from torch import Tensor, nn
 
 from pkmlm.attach.hosts import block_owner, find_blocks, text_config, vocabulary_of
 from pkmlm.attach.places import attachments_of, insert
-from pkmlm.attach.saved import check_base, check_weights, read_facts, read_weights, saved_spec
+from pkmlm.attach.saved import check_base, read_facts, read_weights, saved_spec
 from pkmlm.attach.tokens import CACHES, host_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError, first_line, is_out_of_memory
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.export.config import CONFIG, MODEL_TYPE
-from pkmlm.export.folder import check_model, verify
+from pkmlm.export.folder import verify
 from pkmlm.files import MANIFEST, read_json
 from pkmlm.memory.base import memories
 from pkmlm.model.attention import AttentionLayout, KVCache
 from pkmlm.recipe.schema import Model, Recipe
-from pkmlm.runs.checkpoint import open_safetensors
 
 CONTEXT = 2048  # most tokens that a model reads at once: the maximum in its config may not fit into memory
 
@@ -128,7 +125,7 @@ def open_attached(path: Path, base: str | Path | None, device: torch.device) -> 
     host = load_host(base, facts["base"]["dtype"])
     check_base(path, facts, host)
     host.to(device)
-    attached = insert(host, saved_spec(path, facts), facts["layers"], facts["mode"], check=partial(check_weights, path))
+    attached = insert(host, saved_spec(path, facts), facts["layers"], facts["mode"])
     read_weights(path, facts, attached)
     host.eval()
     model = Hosted(host)
@@ -184,14 +181,9 @@ def load_host(path: Path, dtype: str) -> Any:
         if own:
             from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM as kind
 
-            check_model(path)
             config = kind.config_class.from_pretrained(path, **here)
         else:
-            for part in filter(lambda each: isinstance(each, dict), (facts, facts.get("text_config"))):
-                check_blocks(path, part)
             config = AutoConfig.from_pretrained(path, **here)
-            with torch.device("meta"):
-                check_shapes(path, kind.from_config(config, attn_implementation=None))
         # transformers' own attention: what the config names may be code on the hub.
         options = {"dtype": getattr(torch, dtype), "output_loading_info": True, **here}
         model, found = kind.from_pretrained(path, config=config, attn_implementation=None, **options)
@@ -205,48 +197,3 @@ def load_host(path: Path, dtype: str) -> Any:
     if missing := sorted(found["missing_keys"]):  # transformers would draw them
         raise UserError(f"--base {path}: its weights lack {missing[0]}", "save the whole model there")
     return model
-
-
-def stored_shapes(path: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors in a folder's safetensors files."""
-    shapes: dict[str, list[int]] = {}
-    for file in path.glob("*.safetensors"):
-        with open_safetensors(file) as stored:
-            shapes |= {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
-    return shapes
-
-
-def check_blocks(path: Path, facts: dict[str, Any]) -> None:
-    """Check that a config asks for no more blocks than the weights in its folder hold: transformers would build all of
-    them, and 20,000 take minutes, before it looks at the weights.
-
-    Raises:
-        UserError: it does.
-    """
-    from transformers import CONFIG_MAPPING
-
-    kind = facts.get("model_type")
-    names = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
-    blocks: dict[str, set[str]] = {}
-    for name in stored_shapes(path):
-        if parts := re.match(r"(.*?)\b(\d+)\.", name):
-            blocks.setdefault(parts[1], set()).add(parts[2])
-    most = max(map(len, blocks.values()), default=0)
-    for key in ("num_hidden_layers", names.get("num_hidden_layers", "num_hidden_layers")):
-        count = facts.get(key)
-        if most and isinstance(count, int) and count > most:
-            raise UserError(f"{path}: {key} in {CONFIG} is {count:,}, but the weights hold {most:,} blocks")
-
-
-def check_shapes(path: Path, model: Any) -> None:
-    """Check that the weights in a folder have the shapes of those of a model on the device "meta", as far as they have
-    their names: transformers would fill in those of other shapes before it refuses them.
-
-    Raises:
-        UserError: one has another shape.
-    """
-    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, found in () if hasattr(model.config, "quantization_config") else stored_shapes(path).items():
-        shape = expected.get(name, expected.get(f"{model.base_model_prefix}.{name}", found))
-        if shape != found:
-            raise UserError(f"{path}: tensor {name} has shape {found} (expected {shape}, by {CONFIG})")

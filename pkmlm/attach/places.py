@@ -310,7 +310,6 @@ def insert(
     freeze: bool = True,
     seed: int | None = None,
     made: SparseMemory | None = None,
-    check: Callable[[Attached], None] = lambda attached: None,
 ) -> Attached:
     """Attach a new layer to each of the given blocks of a network.
 
@@ -320,7 +319,6 @@ def insert(
         freeze: whether the network must not train.
         seed: the initial weights depend on it and on their names alone; None: they stay uninitialized, to be loaded.
         made: the layer, with its weights; None: new ones.
-        check: called with what is to be attached, before it takes memory; may raise an error.
 
     Returns:
         what was attached, where each token's id is its own number until it is filled in.
@@ -348,7 +346,6 @@ def insert(
     names = (f"memory-{number}" if number > 1 else "memory" for number in count(1))
     name = next(name for name in names if name not in others)
     attached = Attached(name, model, spec, chosen, place, freeze, made)
-    check(attached)
     if made is None:
         with memory_errors("not enough memory for what is to be attached", "give it fewer or narrower slots"):
             attached.to_empty(device=next(iter(devices)))

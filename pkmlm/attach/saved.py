@@ -21,7 +21,7 @@ from pkmlm.export.config import ATTACHED, is_attached
 from pkmlm.files import MANIFEST, check_files, entry_of, read_json, read_manifest, write_json, writing_folder
 from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import Spec, SpecError
-from pkmlm.runs.checkpoint import load_tensors, open_tensors, write_tensors
+from pkmlm.runs.checkpoint import load_tensors, write_tensors
 
 VERSION = 1
 WEIGHTS = "attached.safetensors"
@@ -136,27 +136,14 @@ def saved_spec(path: Path, facts: Facts) -> Spec:
     """The spec of what a folder with these facts holds: a memory, or the control of one.
 
     Raises:
-        UserError: (exit code 1) it is not possible, or its tables are larger than the file of weights.
+        UserError: (exit code 1) it is not possible.
     """
     try:
         spec = spec_of({**facts["arguments"], "kind": facts["kind"]}, {**SPECS, "dense": DenseSpec})
         spec.check(facts["dim"])
-        tables = sum(table.rows * table.width for table in spec.tables(facts["dim"], vocab_size=1))
     except (UserError, SpecError) as error:
         raise UserError(f"{path / ATTACHED}: {error}", HINT, exit_code=1) from None
-    size, needed = (path / WEIGHTS).stat().st_size, 4 * tables * (1 if spec.shares else len(facts["layers"]))
-    if needed > size:
-        message = f"{path / ATTACHED} describes tables of {needed:,} bytes, but {WEIGHTS} has {size:,}"
-        raise UserError(message, HINT, exit_code=1)
     return spec
-
-
-def check_weights(path: Path, attached: Attached) -> None:
-    """Raise a UserError (exit code 1) if a folder holds other weights than those of what is to be attached, which may
-    be on the device "meta".
-    """
-    with open_tensors(path / WEIGHTS, attached.state_dict(), {}, strict=True):
-        pass
 
 
 def read_weights(path: Path, facts: Facts, attached: Attached) -> None:

@@ -30,9 +30,9 @@ BATCH_CHUNKS = 1 << 13
 NAMED = 20  # files in a warning
 LEARNING = "tokenizer"  # the stage of `tokenize` that learns one; the other stages are the splits
 
-# Takes a stage; the bytes of its files that have been read and, if known, their total; the characters of text that
-# were passed on, which are many more where few bytes stand for much.
-Progress = Callable[[str, int, int | None, int], None]
+Progress = Callable[
+    [str, int, int | None], None
+]  # a stage, the bytes of its files that have been read, and their total
 Warn = Callable[[str], None]
 
 
@@ -55,7 +55,7 @@ class Encoding:
     answer: str | None = None
     held_out: Mapping[str, float] = dataclasses.field(default_factory=dict)
     jobs: int = 1
-    progress: Progress = lambda stage, done, total, text: None
+    progress: Progress = lambda stage, done, total: None
     warn: Warn = lambda text: None
 
 
@@ -102,7 +102,7 @@ def tokenize(
         raise UserError("standard input is named for several splits (expected one)")
     check_separator_and_field(every, separator, field, answer)
     if held_out or not model:
-        copied = lambda count: progress("standard input", count, None, 0)  # noqa: E731
+        copied = lambda count: progress("standard input", count, None)  # noqa: E731
         sources["train"] = [rereadable(source, copied) for source in sources["train"]]
     sources |= dict.fromkeys(held_out, sources["train"])
     if model:
@@ -113,10 +113,10 @@ def tokenize(
 
         def texts() -> Iterator[str]:
             yield from (chunk.text for batch in reader.batches() for chunk in batch)
-            progress("learning", 0, None, 0)  # which SentencePiece does without a word
+            progress("learning", 0, None)  # which SentencePiece does without a word
 
         tokenizer = Tokenizer.learn(texts(), vocab_size, model_type)
-        progress("learning", len(tokenizer.model_bytes), len(tokenizer.model_bytes), 0)
+        progress("learning", len(tokenizer.model_bytes), len(tokenizer.model_bytes))
         reader.report()
     encoding = Encoding(tokenizer, separator, field, answer, held_out, jobs, progress, warn)
     index = write_corpus(folder, sources, encoding, replace=replace)
@@ -235,7 +235,6 @@ class SplitReader:
     origins: list[Origin] = dataclasses.field(default_factory=list)
     undivided: dict[str, str] = dataclasses.field(default_factory=dict)
     done: int = 0
-    text: int = 0
 
     def __post_init__(self) -> None:
         sizes = [source.size for source in self.sources]
@@ -243,12 +242,12 @@ class SplitReader:
 
     def report(self, stream: Stream | None = None) -> None:
         """Report the bytes of the sources that have been read to their end, and those of the next one so far."""
-        self.progress(self.stage, self.done + (stream.count if stream else 0), self.total, self.text)
+        self.progress(self.stage, self.done + (stream.count if stream else 0), self.total)
 
     def batches(self) -> Iterator[list[Chunk]]:
         """The chunks of all documents that are not empty, about a million characters at a time."""
         batch: list[Chunk] = []
-        size = told = 0
+        size = 0
         self.report()
         for source in self.sources:
             with source.open() as stream:
@@ -260,10 +259,6 @@ class SplitReader:
                     if chunk.text:
                         batch.append(chunk)
                         size += len(chunk.text)
-                    self.text += len(chunk.text) + chunk.ends_document
-                    if self.text - told >= BATCH_CHARACTERS:
-                        told = self.text
-                        self.report(stream)
                     if size >= BATCH_CHARACTERS or len(batch) >= BATCH_CHUNKS:
                         yield batch
                         batch, size = [], 0

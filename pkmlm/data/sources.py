@@ -41,7 +41,6 @@ SAVED = "state.json"  # in a folder that `datasets` wrote
 KINDS = f".{', .'.join(FORMATS)}; plain, or with {', '.join(COMPRESSIONS)}"
 STANDARD_INPUT = "-"
 READ = 1 << 20  # bytes read at a time
-ZSTD_INPUT = 1 << 10  # four bytes of zstd can stand for 128 KiB: small inputs bound what one call returns
 
 
 @dataclass(frozen=True)
@@ -200,21 +199,13 @@ def zstd_blocks(stored: Stream) -> Iterator[bytes]:
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
     frame = decompressor.decompressobj()
     begun = False
-    for block in plain_blocks(stored):
-        held: list[bytes] = []  # small blocks are joined: what follows has a fixed cost per block
-        for start in range(0, len(block), ZSTD_INPUT):
-            data = block[start : start + ZSTD_INPUT]
-            while data:
-                if frame.eof:
-                    frame = decompressor.decompressobj()
-                begun = True
-                held.append(frame.decompress(data))
-                data = frame.unused_data if frame.eof else b""
-            if sum(map(len, held)) >= READ:
-                yield b"".join(held)
-                held = []
-        if rest := b"".join(held):
-            yield rest
+    for data in plain_blocks(stored):
+        while data:
+            if frame.eof:
+                frame = decompressor.decompressobj()
+            begun = True
+            yield frame.decompress(data)
+            data = frame.unused_data if frame.eof else b""
     if begun and not frame.eof:
         raise EOFError("the last frame is not complete")
 

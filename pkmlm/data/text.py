@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 WINDOW = 2048  # characters: SentencePiece's BPE slows down on long strings
 FIELD = "text"  # the usual name of the key or column that holds the text
-LINE_LIMIT = 128 << 20  # characters of one line of JSON, which must be read whole
-ROWS = 64  # rows of a table that are read at a time, or
-ROWS_BYTES = 64 << 20  # as many as have about so many bytes
+ROWS = 64  # rows of a table that are read at a time
 ARROW_FILE, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"  # how an indexed file begins; how a stream ends
 HEAD = 1 << 20  # characters of a document that decide which split it falls into
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -310,17 +308,13 @@ def json_rows(stream: Stream, fields: Sequence[str]) -> Iterator[tuple[str, ...]
     """The texts of some fields in each line of a file of JSON lines; null is empty, and blank lines are skipped."""
     number = 1
     parts: list[str] = []
-    size = 0
     for part, ends in split_documents(decode(stream), "\n"):
         where = f"{stream.source.label}:{number}"
         parts.append(part)
-        size += len(part)
-        if size > LINE_LIMIT:
-            raise UserError(f"{where}: line over {LINE_LIMIT:,} characters", "split the document into several")
         if not ends:
             continue
         line = "".join(parts)
-        number, parts, size = number + 1, [], 0
+        number, parts = number + 1, []
         if not line.strip():
             continue
         row = json_object(line, where)
@@ -410,18 +404,9 @@ def parquet_rows(file: IO[bytes], fields: Sequence[str], label: str) -> "Iterato
 
     table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
     paths, rows = [column_path(table.schema_arrow, field, label) for field in fields], 0
-    for batch in table.iter_batches(batch_size=rows_at_a_time(table.metadata), columns=[*dict.fromkeys(fields)]):
+    for batch in table.iter_batches(batch_size=ROWS, columns=[*dict.fromkeys(fields)]):
         rows += len(batch)
         yield [column_of(batch, path) for path in paths], rows / table.metadata.num_rows
-
-
-def rows_at_a_time(metadata: "pyarrow.parquet.FileMetaData") -> int:
-    """How many rows of a parquet file are read at a time: ROWS, or fewer where rows may be large. A group of rows takes
-    as many bytes as its largest text, but not as all of them: a text that repeats is stored once.
-    """
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    largest = max((group.total_byte_size / max(1, group.num_rows / 1024) for group in groups), default=0)
-    return max(1, min(ROWS, int(ROWS_BYTES / max(largest, 1))))
 
 
 def arrow_rows(file: IO[bytes], fields: Sequence[str], label: str) -> "Iterator[tuple[list[pyarrow.Array], float]]":

@@ -206,24 +206,14 @@ def whole_characters(ids: np.ndarray, tokens: int, tokenizer: Tokenizer) -> int:
 
 @dataclass
 class PartTally(Tally):
-    """Also counts the parts, without empty ones, into which a separator would divide the documents."""
+    """Also notes whether a separator would divide one of the documents."""
 
     separator: str = "\n"
-    parts: int = 0
-    begun: bool = False  # whether the current part has text before `held`
-    held: str = ""  # may be the beginning of a separator
+    divided: bool = False
 
     def add(self, chunk: Chunk) -> None:
         super().add(chunk)
-        *parts, rest = (self.held + chunk.text).split(self.separator)
-        for part in parts:
-            self.parts += self.begun or bool(part)
-            self.begun = False
-        keep = max(0, len(rest) - len(self.separator) + 1)
-        self.begun, self.held = self.begun or keep > 0, rest[keep:]
-        if chunk.ends_document:
-            self.parts += self.begun or bool(self.held)
-            self.begun, self.held = False, ""
+        self.divided |= self.separator in chunk.text.strip()
 
 
 def documents_of_text(
@@ -232,7 +222,7 @@ def documents_of_text(
     separator: str | None = None,
     field: str = FIELD,
     usual: str | None = None,
-    progress: Progress = lambda stage, done, total, text: None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Documents:
     """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input. They are tokenized as
     `tokenize` does it; the tokens lie in a temporary file, which disappears with the last array of them.
@@ -259,10 +249,9 @@ def documents_of_text(
         )
     name = one if len(sources) == 1 else f"{len(sources)} files of {path}"
     warnings: tuple[str, ...] = ()
-    if isinstance(tally, PartTally) and tally.parts > tally.documents:
+    if isinstance(tally, PartTally) and tally.divided:
         few = f"{tally.documents:,} document{'s' * (tally.documents > 1)}"
-        more = f"--separator {usual!r}, as for the run's tokens, divides it into {tally.parts:,}"
-        warnings = (f"{name}: read as {few}, but {more}",)
+        warnings = (f"{name}: read as {few}, but --separator {usual!r}, as for the run's tokens, divides it",)
     if separator is not None and reader.undivided:
         warnings = (undivided_warning(reader.undivided, separator),)
     digests = [origin.sha256 for origin in reader.origins]

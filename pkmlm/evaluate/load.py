@@ -114,8 +114,6 @@ def load_run(
         checkpoint.verify(folder, optimizer=False)
         progress, digest = read_progress(folder), checkpoint_digest(folder)
         recipe = run.recipe_of(progress.step)
-        expected = build_model(recipe, progress.vocab_size, "meta")
-        checkpoint.check_weights(folder, expected.state_dict(), table_ranks(expected))
         model = build_model(recipe, progress.vocab_size, device, init_weights=False)
         checkpoint.load_weights(folder, model.state_dict(), table_ranks(model))
         return progress, recipe, digest, model

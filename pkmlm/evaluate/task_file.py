@@ -6,8 +6,6 @@ given plain YAML with the keys in `KEYS` and metrics of its own, and nothing els
 """
 
 import json
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ KEYS = {
     *("doc_to_text", "doc_to_target", "doc_to_choice", "gen_prefix", "target_delimiter", "fewshot_delimiter"),
     *("num_fewshot", "fewshot_config", "should_decontaminate", "doc_to_decontamination_query"),
 }
-MAX_FILES = 64  # that are read for one task
 HINT = "a task of your own holds only data and templates; run one that needs Python with lm-eval's own command"
 
 
@@ -33,23 +30,15 @@ def read_task_file(path: Path) -> dict[str, Any]:
 
     Raises:
         UserError: a file cannot be read or is not plain YAML; it has another key than `KEYS` or another metric than
-            lm-eval's; it includes itself, or more than `MAX_FILES` files are read.
+            lm-eval's; it includes itself.
     """
-    return _with_included(path, (), count(1))
+    return _with_included(path, ())
 
 
-def _with_included(path: Path, includers: tuple[Path, ...], number: Iterator[int]) -> dict[str, Any]:
-    """As `read_task_file`.
-
-    Args:
-        includers: the files that include this one.
-        number: counts the files that are read: files that include others twice are read 2, 4, 8 ... times.
-    """
+def _with_included(path: Path, includers: tuple[Path, ...]) -> dict[str, Any]:
+    """As `read_task_file`; `includers` are the files that include this one."""
     if path.resolve() in includers:
         raise UserError(f"{path} includes itself")
-    if next(number) > MAX_FILES:
-        message = f"{includers[0]} includes files more than {MAX_FILES} times, counting those of included files"
-        raise UserError(message, "write what they hold into fewer files")
     text = yaml_text(path)
     tree = parse(text, str(path))  # refuses tags, anchors and keys that are given twice
     if not isinstance(tree.value, dict):
@@ -71,7 +60,7 @@ def _with_included(path: Path, includers: tuple[Path, ...], number: Iterator[int
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str):
             raise UserError(f"{tree.value['include'].place}: include: found {name} (expected a file)")
-        included |= _with_included(path.parent / name, (*includers, path.resolve()), number)
+        included |= _with_included(path.parent / name, (*includers, path.resolve()))
     return {key: value for key, value in (included | own).items() if value is not None}
 
 

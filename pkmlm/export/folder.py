@@ -243,13 +243,6 @@ def read_export(path: Path, device: torch.device) -> Export:
     return Export(recipe, origin, model.eval(), tokenizer)
 
 
-def check_model(path: Path) -> None:
-    """Check that the weights of an export fit its configuration; nothing of the model's size is built."""
-    recipe, _, table_bits = read_config(path / CONFIG)
-    with open_slices(path, "model.", HEAD) as weights:
-        check_weights(path, weights, recipe, recipe.model.vocab_size or 1, table_bits)
-
-
 def verify(path: Path) -> None:
     """Check the files that manifest.json lists.
 
@@ -324,10 +317,6 @@ def check_weights(path: Path, weights: dict[str, Any], recipe: Recipe, rows: int
     Raises:
         UserError: (exit code 1) they are others.
     """
-    blocks, layers = {name.split(".")[2] for name in weights if name.startswith(BLOCKS)}, recipe.model.layers
-    if len(blocks) != layers:
-        found = f"the weights hold {len(blocks)} blocks (expected {layers}, layers in {CONFIG})"
-        raise UserError(f"{path}: {found}", hint_of(path), exit_code=1)
     expected = exported_tensors(build_model(recipe, rows, "meta", table_bits=table_bits))
     if HEAD not in expected and HEAD in weights:
         head = weights.pop(HEAD)

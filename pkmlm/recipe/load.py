@@ -26,7 +26,6 @@ from pkmlm.recipe.shipped import find_base, find_recipe, recipe_text
 INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
 NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
 MAX_DIGITS = 40
-MAX_BASES = 32  # recipes that a recipe inherits from
 KEYS_HINT = "`pkmlm recipe keys` explains every key"
 MEMORY_HINT = "give a new memory its kind; drop one of the base recipe with null"
 
@@ -92,9 +91,6 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
     whole = os.path.realpath(path)
     if whole in inheritors:
         raise UserError(f"{prefix}{path} inherits from itself", "name another base, or none")
-    if len(inheritors) > MAX_BASES:
-        message = f"{prefix}{path} is one of more than {MAX_BASES} bases of {inheritors[0]}"
-        raise UserError(message, "write recipes that inherit from one another into one")
     tree = parse(text, str(path))
     if not isinstance(tree.value, dict):
         raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as name: and model:)")

@@ -136,11 +136,8 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Measurements, points: S
     else:
         axes.set_xlabel(MEASURES[figure.x].label)
         axes.margins(0.12)  # room for names
-    limits = axes.dataLim  # set_xscale alone would drop what lies at 0, such as the memory of a dense model
-    if "x" in figure.log:
-        axes.set_xscale(**{"value": "log"} if limits.x0 > 0 else {"value": "symlog", "linthresh": limits.minposx})
-    if "y" in figure.log:
-        axes.set_yscale(**{"value": "log"} if limits.y0 > 0 else {"value": "symlog", "linthresh": limits.minposy})
+    if figure.log:
+        axes.set_yscale("log")
     axes.grid(True)
     return named
 

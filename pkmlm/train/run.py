@@ -12,10 +12,9 @@ from pkmlm.device import DeviceSettings, select_device
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
 from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.files import remove_file, write_text
-from pkmlm.memory.table import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.checkpoint import check_weights, quarantine_damaged_checkpoints
+from pkmlm.runs.checkpoint import quarantine_damaged_checkpoints
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import Progress, read_progress
 from pkmlm.signals import StopRequest, stop_on_signals
@@ -171,9 +170,7 @@ def run_training(
         several = f" with {world.size} processes" if world.size > 1 else ""
         log.say(f"{doing} in {run.path} on {settings.device}{several}, {settings.precision} ({settings.reason})")
         with world.collective_errors():
-            if step:  # other shapes than the recipe's are refused before anything of their size is allocated
-                expected = build_model(recipe, job.vocab_size, "meta")
-                check_weights(run.checkpoint(step), expected.state_dict(), table_ranks(expected))
+            if step:
                 model = build_model(recipe, job.vocab_size, settings.device, groups, init_weights=False)
             else:
                 model = initial_model(job, settings, groups, start)

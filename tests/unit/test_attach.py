@@ -4,10 +4,9 @@ import copy
 import json
 import math
 import random
-import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import permutations, product
 
 import pytest
@@ -48,7 +47,7 @@ from pkmlm.attach.hosted import Hosted, load_host
 from pkmlm.attach.places import base_parameters
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.files import entry_of, write_json
+from pkmlm.files import write_json
 from pkmlm.measure.slots import LogitLens
 from pkmlm.memory.registry import SPECS
 
@@ -932,20 +931,9 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_config_of_a_base_is_compared_with_its_weights_before_thousands_of_blocks_are_built(name, tmp_path):
-    model = base(name)
-    model.save_pretrained(tmp_path, max_shard_size="40KB" if name == "llama" else "1GB")
+def test_a_config_of_a_base_names_no_code_on_the_hub(name, tmp_path):
+    (model := base(name)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    key = "n_layer" if name == "gpt2" else "num_hidden_layers"
-    for count in (3, 20_000, HUGE):
-        write_json(tmp_path / "config.json", {**config, key: count, "layer_types": None})
-        with pytest.raises(UserError, match=f"{key} in config.json is .* the weights hold 2 blocks"):
-            load_host(tmp_path, "float32")
-    for key in ("vocab_size", "n_embd" if name == "gpt2" else "hidden_size"):
-        write_json(tmp_path / "config.json", {**config, key: 20_000})
-        with pytest.raises(UserError, match=r"has shape .* \(expected .*0000"):
-            load_host(tmp_path, "float32")
-    # Code on the hub, which transformers would fetch.
     for named in ("kernels-community/flash-attn2", {"": "somebody/kernels:attention"}, "flash_attention_2"):
         for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
             write_json(tmp_path / "config.json", {**config, key: named})
@@ -962,37 +950,6 @@ def test_a_base_that_lacks_weights_is_refused(tmp_path):
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"lack model\.layers\.1\.mlp\.down_proj"):
         load_host(tmp_path, "float32")
-
-
-@pytest.mark.parametrize("memory", ["product-key", "ngram"])
-def test_a_description_is_checked_before_anything_is_built(memory, tmp_path):
-    """As a recipe's memory is; and what it describes is no larger than the weights beside it."""
-    pkmlm.attach(base(), MEMORIES[memory], layers=[1, 2]).save(tmp_path / "sound")
-    sound = json.loads((tmp_path / "sound" / "attached.json").read_text())
-    keys = [*sound["arguments"], "nonsense", "optim", "layers"]
-    values = (None, "x", 0, HUGE, [[2]])
-    changes = [{"arguments": {**sound["arguments"], key: value}} for key in keys for value in values]
-    changes += [{"kind": kind, **more} for kind in [*SPECS, "dense", "x", 5, []] for more in ({}, {"arguments": {}})]
-    changes += [{"arguments": each} for each in ({}, [], {"num_keys": HUGE, "heads": HUGE, "topk": HUGE})]
-    changes += [{"layers": each} for each in ([], [1], [3], [1, 1], ["1"], 5, [HUGE], list(range(1, 10**5)))]
-    changes += [{"dim": each} for each in (0, -1, 64, HUGE, "32")] + [{"mode": each} for each in ("before", "x", 5)]
-    changes += [{"base": {**sound["base"], "dtype": each}} for each in ("load", "float7", 5)]
-    model, taken = base(), 0
-    for change in changes:
-        described = {**sound, **change}
-        if described == sound:
-            continue
-        folder = tmp_path / "changed"
-        shutil.copytree(tmp_path / "sound", folder)
-        write_json(folder / "attached.json", described)
-        files = {name: entry_of(folder / name) for name in ("attached.json", "attached.safetensors")}
-        write_json(folder / "manifest.json", {"version": 1, "files": files})
-        with suppress(UserError):
-            pkmlm.attach(model, folder).detach()
-            taken += 1
-        assert not hasattr(model, "pkmlm")
-        shutil.rmtree(folder)
-    assert taken < 0.2 * len(changes)  # which change what is computed, but no shape
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """A corpus gives back exactly what was written; every damage to its files is found and named."""
 
-import bz2
 import hashlib
-import itertools
 import json
-import lzma
 import random
 import shutil
 import subprocess
@@ -12,14 +9,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from pkmlm.data import shards
 from pkmlm.data.corpus import Corpus, Index, open_tokenizer, read_index
-from pkmlm.data.shards import Encoding, SplitReader, TokenStream, write_corpus, write_tokens
+from pkmlm.data.shards import Encoding, TokenStream, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
@@ -63,32 +57,6 @@ def made(tmp_path_factory, tokenizer):
 @pytest.fixture
 def copy(made, tmp_path):
     return Path(shutil.copytree(made[0], tmp_path / "copy"))
-
-
-@pytest.mark.parametrize("kind", ["blank.txt.zst", "empty.txt.zst", "letter.txt.xz", "line.jsonl.bz2", "cells.parquet"])
-def test_what_unpacks_to_much_is_told_of_as_it_is_read(tmp_path, tokenizer, kind):
-    """Of a file that is read at once, too: how much text it has given so far."""
-    size, path = (3 if kind.startswith("empty") else 8) << 20, tmp_path / kind
-    text = "a" * size if kind[0] in "lc" else "\n" * size
-    if kind == "cells.parquet":
-        pq.write_table(pa.table({"text": [text]}), path)
-    else:
-        press = {"zst": zstandard.compress, "xz": lzma.compress, "bz2": bz2.compress}[kind.rpartition(".")[2]]
-        path.write_bytes(press((json.dumps({"text": text}) if "json" in kind else text).encode()))
-    assert path.stat().st_size < 500_000
-    told = []
-    separator = "\n" if kind.startswith("empty") else None
-    reader = SplitReader(
-        "train", find_sources([str(path)]), separator, "text", lambda *told_: told.append(told_), (0.0, 1.0)
-    )
-    taken = 0
-    for batch in reader.batches():
-        taken += sum(len(chunk.text) for chunk in batch)
-        assert taken - told[-1][3] <= 1 << 20, "before the next batch"
-    assert told[0][3] == 0, "the first time, when the file is first read"
-    assert max(after[3] - before[3] for before, after in itertools.pairwise(told)) <= 2 << 20
-    assert told[-1][1] <= told[-1][2] == path.stat().st_size
-    assert told[-1][3] > size - (1 << 20)
 
 
 def test_what_was_written_is_read(made, tokenizer):

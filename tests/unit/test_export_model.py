@@ -571,10 +571,6 @@ def test_whatever_way_a_model_is_saved_again_it_is_read(kind, exported, tokenize
                 read_export(path, CPU)
         else:
             assert torch.equal(read_export(path, CPU).model(IDS_BT), expected), way
-    theirs.config.layers = 9000  # told before so many are built
-    theirs.config.save_pretrained(tmp_path / "gathered")
-    with pytest.raises(UserError, match="2 blocks"):
-        read_export(tmp_path / "gathered", CPU)
     save_file(cloned(theirs), tmp_path / "in shards" / "model.safetensors")
     with pytest.raises(UserError, match="may be of different models"):
         read_export(tmp_path / "in shards", CPU)

@@ -685,18 +685,9 @@ def test_what_is_not_in_the_working_directory_may_be_next_to_the_recipe(tmp_path
         assert recipe.finetune.background == f"{beside}.npz"
 
 
-def test_a_long_chain_of_bases_and_a_deep_override_are_refused_in_one_line(tmp_path: Path) -> None:
-    def chain(length: int) -> Path:
-        for number in range(length):
-            (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
-        (tmp_path / f"{length}.yaml").write_text("name: last\n")
-        return tmp_path / "0.yaml"
-
-    assert load_recipe(chain(32)).name == "last"
-    for length in (33, 3000):
-        assert "more than 32 bases" in error_of(chain(length)).message
+def test_a_deep_override_is_refused_in_one_line(recipe_file: Path) -> None:
     deep = f"model.memories.{'a.' * 3000}b=1"
-    assert "key=value" in error_of(tmp_path / "3000.yaml", deep, deep).message
+    assert "key=value" in error_of(recipe_file, deep, deep).message
 
 
 def test_a_folder_with_the_name_of_a_recipe_is_no_base(tmp_path: Path) -> None:

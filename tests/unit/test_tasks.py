@@ -284,23 +284,6 @@ def test_no_template_runs_code(reach, key, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_files_that_include_many_others_are_refused_in_one_line(tmp_path):
-    def included(*files: int, number: int = 0) -> None:
-        names = [f"{each}.yaml" for each in files]
-        (tmp_path / f"{number}.yaml").write_text(f"include: {names}\n")
-
-    for length, times in ((1200, 1), (31, 2)):  # the second would be 2^31 files
-        for number in range(length):
-            included(*[number + 1] * times, number=number)
-        found = refused(tmp_path / "0.yaml", tmp_path)
-        assert "more than 64" in found.message
-        assert "\n" not in found.message
-    for number in range(1, 64):
-        (tmp_path / f"{number}.yaml").write_text(f"metadata: {{version: {number}}}\n")
-    included(*range(1, 64))
-    assert read_task_file(tmp_path / "0.yaml") == {"metadata": {"version": 63}}
-
-
 def test_a_definition_may_include_another_and_null_is_as_good_as_absent(tmp_path):
     (tmp_path / "base.yaml").write_text("description: Hm.\noutput_type: multiple_choice\ntest_split: test\n")
     (tmp_path / "mine.yaml").write_text(

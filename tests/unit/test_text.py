@@ -26,13 +26,11 @@ from pkmlm.data.sources import READ, find_sources, temporary_copy
 from pkmlm.data.text import (
     AFTER_WORDS,
     AT_LINES,
-    LINE_LIMIT,
     WINDOW,
     Chunk,
     Tally,
     chunks_of,
     cut,
-    parquet_rows,
     read_chunks,
     split_documents,
     unescape,
@@ -284,20 +282,6 @@ def test_damaged_compression_is_named(tmp_path, suffix, press):
             documents(path)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "press"),
-    [("gz", gzip.compress), ("zst", zstandard.compress), ("bz2", bz2.compress), ("xz", lzma.compress)],
-)
-def test_a_decompression_bomb_comes_in_bounded_blocks(tmp_path, suffix, press):
-    path = tmp_path / f"a.txt.{suffix}"
-    path.write_bytes(press(bytes(80 << 20)))
-    assert path.stat().st_size < 90_000
-    with find_sources([str(path)])[0].open() as stream:
-        sizes = [len(block) for block in stream.blocks()]
-    assert sum(sizes) == 80 << 20
-    assert max(sizes) <= 40 << 20
-
-
 # UTF-8
 
 
@@ -396,15 +380,6 @@ def test_null_is_an_empty_document(tmp_path):
     assert documents(tmp_path / "none.parquet") == []
 
 
-def test_a_line_of_json_that_is_too_long_is_refused(tmp_path):
-    path = tmp_path / "a.jsonl"
-    with open(path, "wb") as file:
-        file.write(b'{"text": "fine"}\n')
-        file.truncate(LINE_LIMIT + 100)  # a hole: one line of NUL
-    with pytest.raises(UserError, match=re.escape(f"{path}:2: line over")):
-        documents(path)
-
-
 # Parquet
 
 
@@ -448,23 +423,6 @@ def test_bad_parquet_is_named(tmp_path):
     for data in (b"", whole[:-10], b"PAR1" + whole[100:], b"not parquet at all"):
         path.write_bytes(data)
         refused("not a complete parquet file")
-
-
-@pytest.mark.parametrize("texts", [["x" * (1 << 20)] * 64, [f"{i}" * (1 << 20) for i in range(9)]])
-def test_rows_of_any_size_are_read_a_few_at_a_time(tmp_path, monkeypatch, texts):
-    """A text that repeats is stored once."""
-    monkeypatch.setattr("pkmlm.data.text.ROWS_BYTES", 2 << 20)
-    write_parquet(tmp_path / "a.parquet", texts)
-    sizes = []
-
-    def seen(*given):
-        for columns, share in parquet_rows(*given):
-            sizes.extend(rows.nbytes for rows in columns)
-            yield columns, share
-
-    monkeypatch.setattr("pkmlm.data.text.parquet_rows", seen)
-    assert documents(tmp_path / "a.parquet") == texts
-    assert max(sizes) <= 2 << 20
 
 
 # Arrow
