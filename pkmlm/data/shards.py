@@ -30,9 +30,7 @@ BATCH_CHUNKS = 1 << 13
 NAMED = 20  # files in a warning
 LEARNING = "tokenizer"  # the stage of `tokenize` that learns one; the other stages are the splits
 
-Progress = Callable[
-    [str, int, int | None], None
-]  # a stage, the bytes of its files that have been read, and their total
+Progress = Callable[[str, int, int | None], None]  # takes a stage, the bytes of its files that are read, and their sum
 Warn = Callable[[str], None]
 
 

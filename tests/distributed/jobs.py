@@ -509,7 +509,8 @@ def attached_to_a_model() -> None:
     with init_distributed() as world:
         for memory, expected in zip((keys, ngrams), alone, strict=True):
             for name, tensor in trained(world, memory).items():
-                torch.testing.assert_close(tensor, expected[name], msg=name, atol=1e-6, rtol=1e-4)
+                atol = 5e-5 if name.endswith("|") else 1e-6  # Adam's steps of 0.04 raise what is rounding in moments
+                torch.testing.assert_close(tensor, expected[name], msg=name, atol=atol, rtol=1e-4)
                 every = world.all_gather(tensor[None])
                 assert (every == every[0]).all(), name
         for num_keys in (8, 64):  # sums travel, reads do
