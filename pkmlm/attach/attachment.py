@@ -42,22 +42,21 @@ def attach(
 ) -> "Attachment":
     """Attach a memory to some blocks of a causal model of transformers, beside others that are attached to it already.
 
-    In mode "add", the memory reads the FFN's input, and its output is added to the FFN's. Its values start at 0: the
-    logits stay the same bit for bit until training moves them (a memory beside an FFN: Kim and Jung 2020, arXiv
-    2010.03881). In mode "replace", the memory takes the place of the FFN, and the model needs training
+    In mode "add", the memory reads the FFN's input, and its output is added to the FFN's. Its values start at 0 (unless
+    you made the layer): the logits stay the same bit for bit until training moves them (a memory beside an FFN: Kim and
+    Jung 2020, arXiv 2010.03881). In mode "replace", the memory takes the place of the FFN, and the model needs training
     to recover. The memory computes in fp32 inside a model of any dtype, with or without autocast; each token is looked
     up by itself, so that neither padding nor a cache changes what it reads.
 
     A memory that looks rows up by the tokens, such as an n-gram memory, is added to the stream before the block. It
-    reads the ids that the model is called with, and keeps earlier
-    ones in the model's cache.
+    reads the ids that the model is called with, and keeps earlier ones in the model's cache.
 
     Args:
         model: has a config and one list of blocks (GPT-2, GPT-NeoX, Llama, Qwen and others); it is changed in place.
-        memory: a recipe's keys of one memory, without `layers` and `optim`, such as {"kind": "product-key", "num_keys":
-            128, "heads": 4, "topk": 8, "key_dim": 64}; `query_norm` is "rms" unless given. Or a layer for one block,
-            such as `pkmlm.ProductKeyMemory(dim, query_norm="rms", start="zero")`, with its weights. Or a folder that
-            `Attachment.save` wrote, which sets everything but `freeze`; its weights are loaded.
+        memory: a recipe's keys of one memory, without `layers`, `optim` and `start`, such as {"kind": "product-key",
+            "num_keys": 128, "heads": 4, "topk": 8, "key_dim": 64}; `query_norm` is "rms" unless given. Or a layer for
+            one block, such as `pkmlm.ProductKeyMemory(dim, query_norm="rms", start="zero")`, with its weights. Or a
+            folder that `Attachment.save` wrote, which sets everything but `freeze`; its weights are loaded.
         layers: the blocks, counted from 1.
         mode: "add" or "replace".
         tokenizer: the file or folder of the model's tokenizer, from which a memory with `canonical: True` takes its

@@ -18,7 +18,7 @@ Mode = Literal["add", "replace"]
 MODES: dict[Place, Mode] = {"beside": "add", "before": "add", "ffn": "replace"}
 ELSEWHERE = {
     "layers": "give the blocks as the argument `layers`",
-    "start": "what is attached starts at zero",
+    "start": "what is added starts at zero; what replaces an FFN is drawn",
     "optim": "give learning rates to the attachment's `optimizer`",
 }
 

@@ -6,15 +6,12 @@ V: rows of the embedding.
 """
 
 import unicodedata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def canonical_ids(tokenizer: Tokenizer, rows: int, merge: bool = True) -> np.ndarray:

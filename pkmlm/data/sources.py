@@ -125,7 +125,8 @@ class Stream:
         return data
 
     def blocks(self) -> Iterator[bytes]:
-        """The decompressed bytes in blocks of about 1 MiB; at the end every stored byte has been read.
+        """The decompressed bytes, in blocks of which each is what up to 1 MiB of the file stands for; at the end every
+        stored byte has been read.
 
         Raises:
             UserError: the file cannot be read, or its compressed data is damaged or cut short.
@@ -204,7 +205,8 @@ def zstd_blocks(stored: Stream) -> Iterator[bytes]:
             if frame.eof:
                 frame = decompressor.decompressobj()
             begun = True
-            yield frame.decompress(data)
+            if block := frame.decompress(data):
+                yield block
             data = frame.unused_data if frame.eof else b""
     if begun and not frame.eof:
         raise EOFError("the last frame is not complete")

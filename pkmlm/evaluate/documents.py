@@ -210,10 +210,13 @@ class PartTally(Tally):
 
     separator: str = "\n"
     divided: bool = False
+    held: str = ""  # the end of the document so far
 
     def add(self, chunk: Chunk) -> None:
         super().add(chunk)
-        self.divided |= self.separator in chunk.text.strip()
+        text = self.held + chunk.text
+        self.divided |= sum(map(bool, text.split(self.separator))) > 1
+        self.held = "" if chunk.ends_document else text[-len(self.separator) - 1 :]
 
 
 def documents_of_text(

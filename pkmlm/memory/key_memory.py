@@ -144,8 +144,7 @@ class KeyMemory(SparseMemory):
         """The tables of a memory, or of several, by the names of their attributes, without initial weights."""
         width = memory.value_dim or dim
         share = 1 if memory.scores == "softmax" else 1 / memory.topk
-        std = 0.0 if memory.start == "zero" else share * width**-0.5
-        return {"values": Values(memory.slots, width, std=std)}
+        return {"values": Values(memory.slots, width, std=share * width**-0.5, start=memory.start)}
 
     @abstractmethod
     def make_keys(self, memory: KeySpec) -> None:

@@ -229,7 +229,7 @@ class Spec(Section):
         (), "layers with this memory, counted from 1: 5, [3, 5], all, or auto:2, which spreads two evenly"
     )
     start: Start = key(
-        "drawn", "zero: its tables start at 0, so that the model is what it was without the memory until it learns"
+        "drawn", "zero: its values start at 0, so that the model is what it was without the memory until it learns"
     )
     gate: TokenGate = key("none", "token: each token decides how much of its output is added, by a sigmoid")
 

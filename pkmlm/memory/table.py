@@ -19,6 +19,7 @@ from pkmlm.kernels import ops
 from pkmlm.kernels.reference import Quantized, dequantize
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.memory.init import InitSpec, Normal
+from pkmlm.memory.spec import Start
 
 HALF_ON = ("cuda",)  # the CPU's kernels read fp32
 
@@ -29,6 +30,7 @@ class Values(nn.Module):
     Args:
         rows, width: shape of the table.
         std: standard deviation of its initial entries, which are normal.
+        start: "zero" lets them start at 0 all the same; "drawn" does not.
 
     Attributes:
         weight_KD: the table (fp32), or this rank's columns of it; None: it is held in few bits.
@@ -41,14 +43,14 @@ class Values(nn.Module):
         ranks: those that divide the table's columns among them, in their order.
     """
 
-    def __init__(self, rows: int, width: int, *, std: float):
+    def __init__(self, rows: int, width: int, *, std: float, start: Start = "drawn"):
         super().__init__()
         self.weight_KD = nn.Parameter(torch.empty(rows, width))
         self.codes_KC: Tensor | None
         self.scale_K: Tensor | None
         self.register_buffer("codes_KC", None)
         self.register_buffer("scale_K", None)
-        self.width, self.std = width, std
+        self.width, self.std, self.start = width, std, start
         self.gradient: RowGradient | None = None
         self.copy_KD: Tensor | None = None
         self._copied = -1
@@ -103,7 +105,8 @@ class Values(nn.Module):
     def init_spec(self) -> dict[str, InitSpec]:
         if self.weight_KD is None:
             return {}
-        return {"weight_KD": Normal(self.std, self.width, self.ranks.rank * self.weight_KD.shape[1])}
+        std = 0.0 if self.start == "zero" else self.std
+        return {"weight_KD": Normal(std, self.width, self.ranks.rank * self.weight_KD.shape[1])}
 
     def forward(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
         """The weighted sums of rows (N, D), in the dtype of the rows that are read.

@@ -102,7 +102,8 @@ def relative_seconds(
         known, busy = kept["relative"], kept["busy_cores"]
     missing = {key: recipe for key, recipe in recipes.items() if key not in known}
     if missing and table_only:
-        raise UserError(f"{file} lacks the steps of {len(missing)} models", "leave --table out to time them")
+        message = f"{file} lacks the steps of {len(missing)} of the grid's {len(recipes)} models"
+        raise UserError(message, "leave --table out to time them")
     if missing:
         times = time_steps({first: recipes[first]} | missing, say, ROUNDS if file else ESTIMATE_ROUNDS)
         if times["busy_cores"] > BUSY:

@@ -58,7 +58,7 @@ class Figure:
         x: an axis, or a measure (then the plot has one mark for every point of the grid).
         y: a measure.
         line: the axis whose values have a line each; None: one line.
-        log: the axis that is logarithmic.
+        log: the axis that is logarithmic; None: neither.
     """
 
     x: str = ""

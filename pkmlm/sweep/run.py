@@ -126,8 +126,9 @@ def open_sweep(
         if folder:
             make_folder(folder.runs)
         with status_line(quiet) as say:
-            at, again = folder.path if folder else None, retime and not begun
-            relative = relative_steps(known, grid, at, say, retime=again, table_only=table_only)
+            at, shown = folder.path if folder else None, folder is not None and table_only
+            again = retime and not begun and not shown
+            relative = relative_steps(known, grid, at, say, retime=again, table_only=shown)
         cells = Cells(grid, base, overrides, relative)
     return Results(grid, cells, {place: facts_of_cost(recipe) for place, recipe in known.items()}), folder
 

@@ -41,7 +41,7 @@ def load_init_from(job: Job, model: Transformer, step: int) -> Set[str]:
     path = source.checkpoint(step)
     with _naming_the_key(job, source):
         weights, tables = model.state_dict(), table_ranks(model)
-        missing, _ = check_weights(path, weights, tables, strict=False)
+        missing, _ = check_weights(path, weights, tables)
         if missing:
             initialise(model, job.recipe.train.seed, streams(model))
         load_weights(path, weights, tables, strict=False)
@@ -64,7 +64,7 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
     source, path, step = _source_checkpoint(job)
     model = build_model(job.recipe, job.vocab_size, "meta")
     with _naming_the_key(job, source):
-        missing, unexpected = check_weights(path, model.state_dict(), table_ranks(model), strict=False)
+        missing, unexpected = check_weights(path, model.state_dict(), table_ranks(model))
         differing = _differing_keys(job, source)
         before = source.recipe().train
     loaded = model.state_dict().keys() - missing

@@ -256,6 +256,9 @@ def test_a_text_that_is_not_divided_as_the_tokens_were_is_warned_of(trained, nov
     (tmp_path / "y.txt").write_bytes(b"four\r\rfive")
     said = pkmlm("eval", run, "-q", "--text", tmp_path / "[xy].txt", "--separator", r"\n\n").stderr
     assert said.startswith(f"warning: {tmp_path / 'y.txt'}: "), "only the file that is not divided"
+    for text, divided in (("one " * 3000 + "\n\n" + "two " * 3000, True), ("one\n\n", False)):
+        (tmp_path / "w.txt").write_text(text)
+        assert ("read as 1 document" in pkmlm("eval", run, "-q", "--text", tmp_path / "w.txt").stderr) == divided
     (tmp_path / "z.jsonl").write_text(json.dumps({"text": "one\n\ntwo"}))
     assert pkmlm("eval", run, "-q", "--text", tmp_path / "z.jsonl").stderr == ""
 

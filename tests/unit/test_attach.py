@@ -51,7 +51,6 @@ from pkmlm.files import write_json
 from pkmlm.measure.slots import LogitLens
 from pkmlm.memory.registry import SPECS
 
-HUGE = 10**9
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROTARY = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 99}
 GPT2_SIZES = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -245,6 +244,8 @@ def test_a_layer_that_the_user_made(kind, mode, tmp_path):
     attachment.detach()
     again = pkmlm.attach(base(), layer, layers=[1])
     train(again.model, again)  # with another optimizer
+    drawn = pkmlm.attach(base(), kind(32, **arguments, **more), layers=[2])
+    assert not torch.equal(logits(drawn.model), before)
 
 
 def test_an_n_gram_layer_that_the_user_made(tmp_path, tokens):

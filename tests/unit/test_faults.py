@@ -313,7 +313,7 @@ def test_too_large_a_run_is_warned_of(ground):
     assert "MB are free" not in fits
 
 
-def test_one_long_line_takes_no_memory_of_its_size(ground):
+def test_one_long_line_is_tokenized(ground):
     survived, said = sizes.one_long_line(ground, size=1_000_000, memory=512 << 20)
     assert survived, said
 

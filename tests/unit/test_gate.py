@@ -76,7 +76,7 @@ def test_a_gate_of_each_token_starts_open(kind, tmp_path):
         torch.testing.assert_close(gated(TOKENS), plain(TOKENS), rtol=0, atol=0)
 
 
-def test_a_gate_multiplies_by_its_factors():
+def test_a_gate_multiplies_by_its_factor():
     gate, random = Gate(6), torch.Generator().manual_seed(1)
     for parameter in gate.parameters():
         parameter.data = torch.randn(parameter.shape, generator=random)

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import tarfile
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -572,6 +572,8 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     ratios = [high / low for low, high in (axes.get_ylim() for axes in (measured, paper))]
     assert ratios[0] == pytest.approx(ratios[1]), "equal slopes are equal ratios"
     assert [tick.get_text() for tick in paper.get_xticklabels()] == ["none", "64", "256"]
+    assert measured.get_yscale() == "linear"
+    assert picture(results, replace(by_slots, log="y"), LOOK).axes[0].get_yscale() == "log"
     against = picture(results, by_usage, LOOK)
     assert against is not None
     (panel,) = against.axes  # the paper gives no usage

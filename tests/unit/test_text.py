@@ -236,7 +236,8 @@ def xz_streams(data):
 
 def zstandard_frames(data):
     press = zstandard.ZstdCompressor()
-    return press.compress(data[:7]) + press.compress(data[7:])
+    within = data.find("\U0001f600".encode()) + 1  # a character, divided by a frame that holds nothing
+    return press.compress(data[:within]) + press.compress(b"") + press.compress(data[within:])
 
 
 def zstandard_of_a_long_window(data):

@@ -97,8 +97,8 @@ class NGramMemory(SparseMemory):
         self.tap = UsageTap(layer, name, spec.kind, addresses, self.tables, shared=False)
         width_of_row = spec.width(dim)
         width = self.tables * width_of_row
-        std = 0.0 if start == "zero" or fusion == "add" else width**-0.5
-        self.values = Values(addresses.slots, width_of_row, std=std)
+        std = width**-0.5 if fusion == "gate" else 0.0
+        self.values = Values(addresses.slots, width_of_row, std=std, start=start)
         self.scale = Scale() if fusion == "add" else None
         self.gate = NGramGate(width, dim) if fusion == "gate" else None
         self.conv = CausalConv(dim, max(orders), f"{name} {layer}") if spec.convolves else None

@@ -68,7 +68,7 @@ class TokenMemory(SparseMemory):
         self.dim, self.heads = dim, heads
         added = into == "stream"
         self.tap = UsageTap(layer, name, self.spec.kind, Addresses(vocab_size), 1, shared=False, residual=added)
-        self.values = Values(vocab_size, dim, std=0.0 if added or start == "zero" else VALUES_STD)
+        self.values = Values(vocab_size, dim, std=0.0 if added else VALUES_STD, start=start)
         self.scale = Scale() if added else None
         self.gate = None if added else Linear(dim, heads, bias=False, initial_std=0.0)
         self.reset_parameters()
