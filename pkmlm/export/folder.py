@@ -55,7 +55,7 @@ VERSION = 1
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.\w+)?\.safetensors|model\.safetensors\.index(\.\w+)?\.json")
 SHARD = re.compile(r"model(\.\w+)?(-\d{5}-of-\d{5})?\.safetensors")
-EMBEDDING, HEAD, BLOCKS = "model.embedding.weight", "lm_head.weight", "model.blocks."
+EMBEDDING, HEAD = "model.embedding.weight", "lm_head.weight"
 # What DistributedDataParallel, torch.compile and FSDP put into names.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module"}
 OTHERS = {INDEX, "generation_config.json", TOKENIZER_CONFIG, "README.md"}

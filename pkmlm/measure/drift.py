@@ -132,8 +132,8 @@ class _MemoryDrift:
 
         `read` counts the slots read in this window, since the last record; `died` those read in the window before but
         not in this one; `woke` the reverse. Both are 0 in the first record. `never` counts the slots never read.
-        `moved` is the median movement of the sampled slots that were read, relative to their norm before;
-        None where that was 0.
+        `moved` is the median movement of the sampled slots that were read, relative to their norm before, without
+        those that were 0 and still are; None where most were 0.
         """
         read_K, before_K, values_SD = self.read(RECORD), self.last_K == since, self._values()
         woke = int((read_K & ~before_K).sum()) if since else 0
@@ -141,7 +141,7 @@ class _MemoryDrift:
         self.last_K[read_K] = step
         share_S = (values_SD - self.before_SD).norm(dim=1) / self.before_SD.norm(dim=1)
         read_S = read_K[self.sample_S]
-        median = float(share_S[read_S].median()) if bool(read_S.any()) else math.nan
+        median = float(share_S[read_S].nanmedian()) if bool(read_S.any()) else math.nan
         numbers = {
             **self.tap.entry,
             "slots": self.tap.slots,

@@ -36,9 +36,9 @@ class KeyMemory(SparseMemory):
 
     All heads share the values, which start at N(0, 1/V) (not in the paper; the authors' released choice). Without the
     softmax, the k weights do not sum to 1 but are about 1 each; values then start at N(0, 1/(k^2 V)) (our choice). With
-    `start` "zero" they start at 0, so that the layer's output is 0 until they learn; then keys and queries do. What
-    is added to the stream is m; or W2 m, if values and model differ in width; or, with a gate, W2 (m * silu(W1 x))
-    (Berges et al. 2024). W1 and W2 start at N(0, 1/D), their biases at 0.
+    `start` "zero" they start at 0, and so does the layer's output; keys and queries learn once values have. What is
+    added to the stream is m; or W2 m, if values and model differ in width; or, with a gate, W2 (m * silu(W1 x)) (Berges
+    et al. 2024). W1 and W2 start at N(0, 1/D), their biases at 0.
     """
 
     stream = "parts.memory"

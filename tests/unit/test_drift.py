@@ -17,7 +17,7 @@ from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Eval, Train
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.step import TrainState, train_step
-from tests.conftest import model_2019, pkmlm, recipe_2019
+from tests.conftest import given, model_2019, pkmlm, recipe_2019
 from tests.golden.test_curves import Stream
 
 MEMORY = ProductKeySpec(layers=("2",), num_keys=32, heads=2, topk=2, key_dim=8)
@@ -167,3 +167,13 @@ def test_the_progress_line_tells_the_share_of_the_last_whole_window(monkeypatch,
     shares = [len(torch.cat(part).unique()) / tap.slots for part in (seen[:half], seen[half:])]
     first, second = (f"layer 2 pkm reads {share:.0%}  " for share in shares)
     assert told == ["", "", first, first, first, second]
+
+
+def test_values_that_were_zero_have_not_moved_by_a_share_of_themselves(write_recipe, tmp_path: Path) -> None:
+    keys = given("model.memories.pkm.layers=[2+]", "model.memories.pkm.start=zero", "train.steps=20", "eval.every=10")
+    pkmlm("train", write_recipe(tmp_path, "product-key"), "-o", tmp_path / "run", "-q", *keys)
+    records = [
+        line["memories"][0]["moved"] for line in RunDirectory(tmp_path / "run").metrics() if line["event"] == "drift"
+    ]
+    assert records[0] is None
+    assert 0 < records[-1] < 100
