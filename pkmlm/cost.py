@@ -352,7 +352,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     by_muon = sum(block.matrices for block in blocks) if train.only == "all" and recipe.optim.matrices == "muon" else 0
     # Below the first memory, nothing is kept for memories alone.
     below = min(model.memory_places()) - 1 if train.only != "all" else 0
-    learning = [] if train.only == "gates" else tables
+    learning = learning_tables(recipe, tables)
     saved = [block.saved for block in blocks[below:]]
     in_blocks = len(saved) * model.dim + max(saved) if train.recompute else sum(saved)
     scores = max(block.scores for block in blocks)
@@ -364,6 +364,11 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
         "logits": 8 * vocab_size * (min(tokens, tokens_of_chunk("cpu", vocab_size)) + model.dim),
         "search": 4 * min(SCORES["cpu"], tokens * scores),
     }
+
+
+def learning_tables(recipe: Recipe, tables: Sequence[TableCost]) -> Sequence[TableCost]:
+    """The tables that learn: all, unless only gates do."""
+    return [] if recipe.train.only == "gates" else tables
 
 
 def moving_of(recipe: Recipe, blocks: Sequence[BlockCost]) -> int:
@@ -411,7 +416,7 @@ def bytes_held(recipe: Recipe, cost: Cost) -> dict[str, int]:
     weight = 6 if in_half_precision(recipe) else 4  # bytes, with the copy in half precision
     held = dict(cost.training)
     held["weights"] -= weight * elsewhere
-    for table in cost.tables:
+    for table in learning_tables(recipe, cost.tables):
         held["moments"] -= moment_bytes(recipe, table) - moment_bytes(recipe, table) // table_ranks
         held["gradients"] -= row_gradient_bytes(table, recipe.train.batch_tokens, tokens)
         held["gradients"] += row_gradient_bytes(table, recipe.train.batch_tokens, tokens, table_ranks)

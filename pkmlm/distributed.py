@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pkmlm.errors import UserError
+from pkmlm.errors import NotFinite, UserError
 
 # torch 2.13 has new names for these, and warns of the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -144,13 +144,14 @@ class World:
 
     @contextmanager
     def errors_on_rank_zero(self) -> Iterator[None]:
-        """Report a user's mistake, which occurs on all ranks, only on rank 0. Failures of one machine (exit code 1) are
-        reported by the rank where they occur.
+        """Report what occurs on all ranks, a user's mistake or numbers that are not finite, only on rank 0. Failures of
+        one machine (exit code 1) are reported by the rank where they occur.
         """
         try:
             yield
         except UserError as error:
-            raise (error if error.exit_code == 1 else self.on_rank_zero(error)) from None
+            of_one = error.exit_code == 1 and not isinstance(error, NotFinite)
+            raise (error if of_one else self.on_rank_zero(error)) from None
 
     @contextmanager
     def _network_errors(self) -> Iterator[None]:
@@ -166,12 +167,15 @@ class World:
     def network_error(self, error: BaseException) -> UserError:
         """The one-line error for a network failure, which does not say which rank caused it."""
         at = f", step {self.comm_state.step}" if self.comm_state.step else ""
-        what, hint = "the connection to another rank is lost", "the first rank to end says why"
+        what, hint = "the connection to another rank is lost", "see the error of the rank that ended first"
         if re.search("timed? ?out", str(error), re.IGNORECASE):
-            what = "no answer from another rank in time"
+            what = "another rank did not answer in time"
             hint = "PKMLM_TIMEOUT=SECONDS in the environment sets how long to wait"
         if reason := re.search(r"Last error:[ \t]*\n?(.+)", str(error)):  # as torch quotes NCCL
-            what, hint = f"NCCL: {reason[1]}", "NCCL_DEBUG=WARN in the environment says more, or the first rank to end"
+            what, hint = (
+                f"NCCL: {reason[1]}",
+                "NCCL_DEBUG=WARN in the environment says more; or see the error of the rank that ended first",
+            )
         return UserError(f"rank {dist.get_rank()}{at}: {what}", hint, exit_code=1)
 
 

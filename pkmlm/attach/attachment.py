@@ -87,7 +87,7 @@ def attach(
         attachment.step = facts["step"]
         return attachment
     if layers is None:
-        raise UserError("layers is None (expected the blocks that get a memory, counted from 1)")
+        raise UserError("layers is missing (expected a list of blocks, counted from 1)")
     spec, made = spec_of(memory), None if isinstance(memory, Mapping) else memory
     ids = None if spec.lookback is None else spec.lookback.ids
     if tokenizer is not None and ids != "canonical":

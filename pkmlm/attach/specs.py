@@ -50,7 +50,7 @@ def spec_of(memory: object, kinds: Mapping[str, type[Spec]] = SPECS) -> Spec:
     given: dict[str, Any] = {"query_norm": "rms"} if "query_norm" in known else {}
     for key, value in keys.items():
         if key in ELSEWHERE:
-            raise UserError(f"memory: {key} is no key here", ELSEWHERE[key])
+            raise UserError(f"memory: {key} cannot be given here", ELSEWHERE[key])
         if key not in known:
             near = difflib.get_close_matches(str(key).lower(), known, n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
@@ -84,11 +84,12 @@ def place_of(spec: Spec, mode: Mode) -> Place:
         every.append(spec.places(True))
     possible = {MODES[places[0]]: places[0] for places in every if len(places) == 1 and places[0] in MODES}
     if not possible:
-        found = f"the place of kind {spec.kind} is {' and '.join(every[0])}"
-        raise UserError(f"memory: {found} (expected one of {', '.join(MODES)})")
+        found = f"kind {spec.kind} takes the place of {' and '.join(every[0])}"
+        raise UserError(f"memory: {found}, which cannot be attached (expected one of {', '.join(MODES)})")
     if mode not in possible:
-        other, place = next(iter(possible.items()))
-        raise UserError(f"mode is {mode} (expected {other}: the place of kind {spec.kind} is {place!r})")
+        (other,) = possible
+        does = "takes the place of an FFN" if other == "replace" else "adds to the stream"
+        raise UserError(f"mode is {mode} (expected {other}: kind {spec.kind} {does})")
     return possible[mode]
 
 

@@ -79,7 +79,7 @@ VERBOSE = click.Option(
     is_flag=True,
     expose_value=False,
     callback=remember,
-    help="After an error, also show where in the program it arose.",
+    help="On an error, also print the traceback.",
 )
 QUIET = click.Option(
     ["-q", "--quiet"], is_flag=True, expose_value=False, callback=remember, help="No progress on standard error."

@@ -51,7 +51,7 @@ def command(
     out.refuse_plots(force)
     comparison = compare_runs(run_paths)
     warn_each(comparison.warnings)  # before misleading numbers are read, or steps are timed
-    equals, problem = [], None
+    equals, known, problem = [], [] if over else ["steps"], None
     if over:
         from pkmlm.bench.steps import step_amounts  # needs torch
 
@@ -62,6 +62,7 @@ def command(
             except UserError as error:  # too little memory for all models at once, for example
                 problem = UserError(f"no table over {each}: {error.message}", error.hint, exit_code=1)
                 continue
+            known.append(each)
             if equal := comparison.at_equal(each, amounts):
                 equals.append(equal)
     record: dict[str, Any] = {"runs": comparison.facts, "groups": [group.as_json() for group in comparison.groups]}
@@ -71,7 +72,7 @@ def command(
     def draw(folder: Path, look: "Look") -> list[Path]:
         from pkmlm.report.plots import draw_comparison
 
-        return draw_comparison(folder, comparison, over or ("steps",), look, plot_log)
+        return draw_comparison(folder, comparison, known, look, plot_log)
 
     tables, rows = compare_tables(comparison.groups, equals), compare_rows(comparison.groups)
     out.show(record, tables, csv=rows, draw=draw)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option(
     "--stride",
     **COUNT,
-    help="Tokens that each window scores; fewer give each token more context. At most, and by default, the context.",
+    help="Tokens scored in each window; fewer give each token more context. Default and maximum: the context.",
 )
 @click.option("--answers", is_flag=True, help="Also answer the prompts of the split, and count the right answers.")
 @click.option(

@@ -27,10 +27,12 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
     "--table",
     "table_only",
     is_flag=True,
-    help="Train nothing: print the table of the runs in DIR. Default of -s: the overrides of these runs.",
+    help="Train nothing: print the table of the runs in DIR, whose overrides are the default of -s.",
 )
 @over_option
-@click.option("--retime", is_flag=True, help="Time steps and scoring again; steps of runs that have begun stay.")
+@click.option(
+    "--retime", is_flag=True, help="Time steps and scoring again; once a run has begun, the steps of `equal` stay."
+)
 @report_options(NO_CSV)
 @plot_options
 @quiet_option
@@ -72,8 +74,9 @@ def command(
         Path(grid_file),
         scale,
         overrides,
-        None if dry_run else output,
+        output,
         over=over,
+        dry_run=dry_run,
         table_only=table_only,
         retime=retime,
         quiet=quiet,
@@ -85,7 +88,7 @@ def command(
         record = {"title": plan.title, "plan": [dict(zip(names, row, strict=True)) for row in plan.rows]}
         out.show(record, [plan])
         return 0
-    assert folder is not None
+    assert folder is not None  # without -o only a dry run gets here
     return run_sweep(
         results,
         folder,

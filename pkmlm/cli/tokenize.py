@@ -81,13 +81,18 @@ def held_out(context: click.Context) -> dict[str, float]:
     "model",
     type=click.Path(readable=False, path_type=Path),
     metavar="FILE|DIR",
-    help="Use this SentencePiece model or tokenizer.json of a byte-level BPE, or that of this folder; learn none.",
+    help="Use an existing tokenizer instead of learning one: a SentencePiece model, the tokenizer.json of a byte-level "
+    "BPE, or a folder with either.",
 )
 @click.option(
-    "--format", type=click.Choice(["txt", "jsonl", "parquet", "arrow"]), help="Format of all input. Default: by name."
+    "--format",
+    type=click.Choice(["txt", "jsonl", "parquet", "arrow"]),
+    help="Format of all input. Default: by extension.",
 )
 @field_option
-@click.option("--prompt", metavar="FIELD", help="Field of the prompt: context without a loss. It needs --answer.")
+@click.option(
+    "--prompt", metavar="FIELD", help="Field that holds the prompt, which is read but not learnt. Requires --answer."
+)
 @click.option("--answer", metavar="FIELD", help="Field of the text that follows the prompt and is learnt.")
 @separator_option
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")

@@ -25,7 +25,7 @@ from pkmlm.errors import UserError
     "allowed",
     multiple=True,
     metavar="KEY",
-    help="Let a resumed run change this key, such as optim.lr; run.json records it.",
+    help="Let a resumed run change this key, such as optim.lr; a warning in metrics.jsonl records it.",
 )
 @click.option(
     "--dry-run", "dry", is_flag=True, help="Count parameters, estimate memory and run one batch; write nothing."

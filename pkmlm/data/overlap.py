@@ -18,9 +18,9 @@ def overlap_warnings(splits: Mapping[str, Corpus], tokenizer: Tokenizer) -> list
     warnings = []
     for earlier, later, shared, documents in overlaps(splits, tokenizer):
         if shared:
-            found = f"{shared:,} of {documents:,} document{'s' * (documents != 1)} of {later}"
-            are = "is" if shared == 1 else "are"
-            warnings.append(f"{found} (of {LEAST} tokens or more) {are} in {earlier} too, word for word")
+            occur = "also occurs" if shared == 1 else "also occur"
+            found = f"{shared:,} of the {documents:,} {later} documents of at least {LEAST} tokens"
+            warnings.append(f"{found} {occur} word for word in {earlier}")
     return warnings
 
 

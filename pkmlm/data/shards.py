@@ -119,10 +119,13 @@ def tokenize(
     encoding = Encoding(tokenizer, separator, field, answer, held_out, jobs, progress, warn)
     index = write_corpus(folder, sources, encoding, replace=replace)
     corpora = {split: Corpus(folder, split) for split in index.splits}
+    written = sum(split.tokens for split in index.splits.values()) * np.dtype(index.dtype).itemsize
+    progress("checking", 0, None)
     for corpus in corpora.values():
         corpus.verify()
     for text in overlap_warnings(corpora, tokenizer):
         warn(text)
+    progress("checking", written, written)
     return index
 
 
@@ -143,10 +146,10 @@ def undivided_files(readers: Iterable["SplitReader"]) -> dict[str, str]:
 def undivided_warning(files: Mapping[str, str], separator: str) -> str:
     """A warning of text files in which the separator is nowhere, by the form in which it is in them ("": in none)."""
     forms = ", ".join(sorted({repr(form) for form in files.values() if form}))
-    what = "it is one document" if len(files) == 1 else "each is one document"
+    what = "the file is one document" if len(files) == 1 else "each file is one document"
     seen = f" (found {forms}: convert the line ends, or divide the files by it)" if forms else ""
     shown = [*files][:NAMED] + ([f"{len(files) - NAMED:,} more files"] if len(files) > NAMED else [])
-    return f"{', '.join(shown)}: {separator!r} divides nothing: {what}{seen}"
+    return f"{', '.join(shown)}: the separator {separator!r} does not occur: {what}{seen}"
 
 
 def write_corpus(

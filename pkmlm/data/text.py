@@ -31,6 +31,8 @@ ARROW_FILE, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"  # how an indexed
 HEAD = 1 << 20  # characters of a document that decide which split it falls into
 SURROGATE = re.compile("[\ud800-\udfff]")
 
+Row = tuple[str, tuple[str, ...]]  # where it stands, and its texts
+
 
 class Cuts(NamedTuple):
     """Where documents are cut.
@@ -127,15 +129,15 @@ def read_chunks(
     read_rows = json_rows if stream.source.format == "jsonl" else table_rows
     rows = read_rows(stream, (field,) if answer is None else (field, answer))
     if answer is None:
-        return cut(((text, True) for (text,) in rows), cuts)
-    return prompts_and_answers(rows, stream, cuts)
+        return cut(((text, True) for _, (text,) in rows), cuts)
+    return prompts_and_answers(rows, cuts)
 
 
-def prompts_and_answers(rows: Iterable[tuple[str, ...]], stream: Stream, cuts: Cuts) -> Iterator[Chunk]:
+def prompts_and_answers(rows: Iterable[Row], cuts: Cuts) -> Iterator[Chunk]:
     """The chunks of documents that are a prompt and its answer."""
-    for number, (prompt, answer) in enumerate(rows, 1):
+    for where, (prompt, answer) in rows:
         if not answer:
-            raise UserError(f"{stream.source.label}: row {number:,} has no answer (expected some text)")
+            raise UserError(f"{where}: no answer (expected some text)")
         yield from (chunk._replace(ends_document=False, learnt=False) for chunk in cut([(prompt, bool(prompt))], cuts))
         yield from cut([(answer, True)], cuts)
 
@@ -304,7 +306,7 @@ def has_surrogate(text: str) -> bool:
 # JSON lines
 
 
-def json_rows(stream: Stream, fields: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def json_rows(stream: Stream, fields: Sequence[str]) -> Iterator[Row]:
     """The texts of some fields in each line of a file of JSON lines; null is empty, and blank lines are skipped."""
     number = 1
     parts: list[str] = []
@@ -324,7 +326,7 @@ def json_rows(stream: Stream, fields: Sequence[str]) -> Iterator[tuple[str, ...]
                 raise UserError(f"{where}: {field!r} is {json.dumps(text):.40} (expected a string or null)")
             if text and has_surrogate(text):
                 raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
-        yield tuple(texts[field] or "" for field in fields)
+        yield where, tuple(texts[field] or "" for field in fields)
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:
@@ -366,14 +368,14 @@ def member(row: dict[str, Any], field: str, where: str, above: str = "") -> Any:
     keys = ", ".join(repr(above + key) for key in list(row)[:8]) or "no keys"
     raise UserError(
         f"{where}: no key {above + field!r} (found {keys})",
-        "name the key of the text with --field; doc.text is the key text within doc",
+        "name it with --field, or --prompt and --answer; doc.text is the key text within doc",
     )
 
 
 # Parquet and Arrow
 
 
-def table_rows(stream: Stream, fields: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def table_rows(stream: Stream, fields: Sequence[str]) -> Iterator[Row]:
     """The texts in some columns of a parquet or Arrow file, row by row; null is empty."""
     import pyarrow
 
@@ -386,8 +388,9 @@ def table_rows(stream: Stream, fields: Sequence[str]) -> Iterator[tuple[str, ...
             for columns, share in read_rows(file, fields, source.label):
                 for texts in columns:
                     texts.validate(full=True)  # Arrow trusts the offsets that it finds
-                yield from (tuple(text.as_py() or "" for text in texts) for texts in zip(*columns, strict=True))
-                row += len(columns[0])
+                for texts in zip(*columns, strict=True):
+                    row += 1
+                    yield f"{source.label}: row {row:,}", tuple(text.as_py() or "" for text in texts)
                 read_up_to(stream, share)
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
@@ -448,7 +451,7 @@ def column_path(schema: "pyarrow.Schema", field: str, label: str) -> list[str]:
             shown = ", ".join(repr(above + each) for each in names[:8])
             raise UserError(
                 f"{label}: {times or 'no'} column{'s' * (times > 1)} {field!r} (found {shown})",
-                "name the column of the text with --field; doc.text is text within doc",
+                "name it with --field, or --prompt and --answer; doc.text is text within doc",
             )
         found = found.field(name).type
         names = [each.name for each in found] if types.is_struct(found) else []

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from pkmlm.data.corpus import Corpus
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
@@ -32,7 +34,7 @@ def score_answers(
     run: LoadedRun, corpus: Corpus, advance: Callable[[int], object], world: World
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Continue every prompt with the most likely tokens until the document ends, and compare the text with the answer;
-    white space around both does not count.
+    white space around both does not count, nor do documents without a prompt.
 
     Args:
         advance: called with the tokens of right answers whose prompts are done.
@@ -45,16 +47,17 @@ def score_answers(
     tokenizer = run.tokenizer
     samples: list[dict[str, Any]] = []
     lengths = corpus.answer_lengths(0, corpus.documents)
-    ends = (lengths - 1).cumsum()
-    for i in range(world.rank, corpus.documents, world.size):
+    with_prompt = (lengths < np.diff(corpus.boundaries(0, corpus.documents))).nonzero()[0]
+    ends = (lengths[with_prompt] - 1).cumsum()
+    for i, end in zip(with_prompt[world.rank :: world.size], ends[world.rank :: world.size], strict=True):
         ids, length = corpus.document(i).tolist(), int(lengths[i]) - 1
         prompt, answer = [run.prefix, *ids[: len(ids) - length]], ids[len(ids) - length :]
         drawn = generate(run.model, prompt, Sampling(temperature=0), 2 * length + ROOM, tokenizer.size)
         asked, right = (tokenizer.decode(part) for part in (ids[: len(ids) - length], answer))
         given = "".join(stream_text(tokenizer, prompt, drawn))
-        sample = {"document": i, "prompt": asked, "answer": right, "given": given}
+        sample = {"document": int(i), "prompt": asked, "answer": right, "given": given}
         samples.append(sample | {"exact_match": given.strip() == right.strip()})
-        advance(int(ends[i]))
+        advance(int(end))
     gathered = (sample for of_rank in world.gather_objects(samples) for sample in of_rank)
     samples = sorted(gathered, key=lambda sample: int(sample["document"]))
     right_ones = sum(sample["exact_match"] for sample in samples)

@@ -16,7 +16,7 @@ from lm_eval.evaluator import evaluate
 
 from pkmlm import __version__
 from pkmlm.distributed import current_world
-from pkmlm.errors import UserError, is_out_of_memory
+from pkmlm.errors import NotFinite, UserError, is_out_of_memory
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, build_prefix_trees, continuation_windows, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run
@@ -171,7 +171,7 @@ class PkmLM(TemplateLM):
         """The scores of all ranks: the sum of tensors that hold a rank's own scores and zeros elsewhere."""
         scores = current_world().all_sum(scores)
         if not bool(scores.isfinite().all()):
-            raise UserError(f"the scores of {self.run.name} at step {self.run.step} are not finite", exit_code=1)
+            raise NotFinite(f"the scores of {self.run.name} at step {self.run.step} are not finite", exit_code=1)
         return scores
 
     def _run(

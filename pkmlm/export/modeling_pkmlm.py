@@ -3,7 +3,7 @@
 B: sequences; T: new positions; S: all positions so far; D: model width; V: vocabulary; h: heads; e: width of a head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -249,13 +249,17 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
     def in_the_dtype_of_the_stream(self, memory: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return output.to(self.embedding.weight.dtype)
 
-    def _apply(self, *arguments: Any, **options: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> Any:
         """What casts a model (`half`, `to` and others share no public method) leaves the maps of memories in fp32."""
-        super()._apply(*arguments, **options)
         tensors = self.state_dict(keep_vars=True)
-        for name in kept_in_fp32(self):
-            tensors[name].data = tensors[name].data.float()
-        return self
+        kept = {id(tensors[name]) for name in kept_in_fp32(self)}
+        kept |= {id(tensors[name].grad) for name in kept_in_fp32(self)}
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in kept and moved.dtype != tensor.dtype else moved
+
+        return super()._apply(keep_dtype, *arguments, **options)
 
     def train(self, mode: bool = True) -> Any:
         """As in torch; but batch-normalised queries keep their statistics, which padding would change."""

@@ -198,7 +198,7 @@ def check_tied(folder: Path, architecture: Architecture, recipe: Recipe, slices:
     (embedding,) = next(iter(parts_of(architecture, recipe.model))).sources
     if not same(head, slices[embedding]):
         message = f"{folder}: {architecture.HEAD} differs from the embedding, although tie_word_embeddings is true"
-        raise UserError(message, f"set tie_word_embeddings to false in {CONFIG}, if the head is one of its own")
+        raise UserError(message, f"set tie_word_embeddings to false in {CONFIG}, if the model has a head of its own")
 
 
 def write_run(path: Path, found: Pretrained, source: str) -> int:

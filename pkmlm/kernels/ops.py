@@ -150,12 +150,12 @@ def weighted_row_sum(
     Args:
         values_KD: the table.
         slots_Nr: int64, rows of the table; their range is not checked.
-        weights_Nr: any floating dtype; converted to that of the values.
+        weights_Nr: any floating dtype; converted to that of the values, or fp32 if that is wider.
         gradient: where the backward leaves the values' gradient; `values_KD.grad` then stays None. Without it, the
             gradient is a dense tensor, as is usual in autograd.
         copy_KD: the values in half precision, to be read in their place; sums are fp32.
     """
-    weights_Nr = weights_Nr.to(values_KD.dtype)
+    weights_Nr = weights_Nr.to(torch.promote_types(values_KD.dtype, torch.float32))
     if torch.is_grad_enabled():
         return _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr, gradient, copy_KD)
     read_KD = values_KD if copy_KD is None else copy_KD  # without a Function, which takes 10 us more
@@ -178,7 +178,7 @@ class _RowProducts(torch.autograd.Function):
         read_KD = values_KD if copy_KD is None else copy_KD
         ctx.save_for_backward(read_KD, x_ND, slots_Nr)
         ctx.gradient = gradient
-        return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr).to(values_KD.dtype)
+        return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr).to(x_ND.dtype)
 
     @staticmethod
     @once_differentiable
@@ -202,17 +202,17 @@ def row_products(
     gradient: RowGradient | None = None,
     copy_KD: Tensor | None = None,
 ) -> Tensor:
-    """out[t, r] = <x[t], values[slots[t, r]]>, in the dtype of the values.
+    """out[t, r] = <x[t], values[slots[t, r]]>, in the dtype of the values, or fp32 if that is wider.
 
     Args:
         values_KD, slots_Nr, gradient, copy_KD: as for `weighted_row_sum`.
-        x_ND: any floating dtype; converted to that of the values.
+        x_ND: any floating dtype; converted to that of the result.
     """
-    x_ND = x_ND.to(values_KD.dtype).contiguous()
+    x_ND = x_ND.to(torch.promote_types(values_KD.dtype, torch.float32)).contiguous()
     if torch.is_grad_enabled():
         return _RowProducts.apply(values_KD, x_ND, slots_Nr, gradient, copy_KD)
     read_KD = values_KD if copy_KD is None else copy_KD
-    return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr).to(values_KD.dtype)
+    return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr).to(x_ND.dtype)
 
 
 def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:

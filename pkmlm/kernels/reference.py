@@ -168,6 +168,7 @@ def segment_row_adam_(
     if skip is not None and skip > 0:
         return
     rows_U, (beta1, beta2) = segments.rows_U, betas
+    step = step.double() if isinstance(step, Tensor) else step
     grad_UD = scale * segment_sum(x_ND, segments)
     mean_KD[rows_U] += (1 - beta1) * (grad_UD - mean_KD[rows_U])
     square_KD[rows_U] = beta2 * square_KD[rows_U] + (1 - beta2) * grad_UD**2

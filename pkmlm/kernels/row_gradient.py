@@ -55,9 +55,11 @@ class RowGradient:
         """Add the reads of a backward pass: gradients of outputs, slots (int64) and weights, floating."""
         # Counted as in `exchange_bytes`, so that reads which ranks would send as reads are never folded.
         taken = sum(x.numel() * x.element_size() + 8 * slots.numel() for x, slots, _ in self.reads)
-        if self.reads and (self.sums is not None or taken > 4 * self.rows * (x_ND.shape[1] + 1)):
+        many = taken > 4 * self.rows * (x_ND.shape[1] + 1)
+        if self.reads and (self.sums is not None or many or slots_Nr.shape[1] != self.reads[0][1].shape[1]):
             self.fold()
-        self.reads.append((x_ND.detach(), slots_Nr, weights_Nr.detach()))
+        # A copy: autograd may make the same storage some parameter's `grad`, to be added to and clipped.
+        self.reads.append((x_ND.detach().clone(), slots_Nr, weights_Nr.detach()))
         self._joined = None
 
     def replace(self, reads: list[Reads], sums: tuple[Tensor, Tensor] | None = None) -> None:

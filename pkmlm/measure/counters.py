@@ -59,7 +59,7 @@ class ReadListener:
             mask_N = mask_N.to(found_N[0].device)  # a pretrained model may be spread over several devices
             found_N = tuple(x_N[mask_N] for x_N in found_N)
         elif self._masked:
-            message = "a thread calls the model, and it is not known which of its positions count"
+            message = "a thread called the model without saying which positions count"
             raise UserError(message, "call `only` in each thread that calls the model")
         with self._lock:
             for listener in listeners:

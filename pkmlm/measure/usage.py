@@ -32,7 +32,7 @@ class MemoryUsage:
         memory: its name in the recipe.
         layer: the block, counted from 1; None: several, which share a table.
         kind: of memory, as its tap says.
-        addresses: how its slots are called.
+        addresses: the names of its slots.
         tokens: positions that were counted.
         counts_HK: int64, reads of each slot by each head; of a pool, by those of all layers, one after the other.
         masses_HK: float64, the same reads, each counted as the absolute value of its weight.

@@ -69,7 +69,7 @@ class UsageTap(Tap):
         layer: the block, counted from 1.
         name: of the memory, in the recipe.
         kind: of the memory.
-        addresses: how its slots are called; there are as many as rows of its table, or of all its tables together.
+        addresses: the names of its slots; there are as many as rows of its table, or of all its tables together.
         heads: memory heads, or tables.
         part: which of the memory's layers in the block it is; empty: the only one.
         shared: whether all heads read the same slots. Otherwise each has its own table: head h has the rows from

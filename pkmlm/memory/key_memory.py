@@ -92,6 +92,7 @@ class KeyMemory(SparseMemory):
 
         Raises:
             ValueError: an argument is out of its range or not one of the choices, or sizes do not match.
+            TypeError: an argument is none of a layer.
         """
         super().__init__()
         if dim < 1:
@@ -100,6 +101,8 @@ class KeyMemory(SparseMemory):
             raise ValueError(f"gate: found {gate!r} (expected {' or '.join(get_args(Gate))})")
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum: found {momentum} (expected 0 to 1)")
+        if unknown := ", ".join(others.keys() - self.spec_class().arguments.keys()):
+            raise TypeError(f"found {unknown} (expected arguments of a layer)")
         memory = self.spec = self.spec_class(
             num_keys=num_keys,
             heads=heads,

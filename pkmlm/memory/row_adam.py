@@ -35,13 +35,13 @@ class RowOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, tables: Iterable[Values], defaults: dict[str, Any], every_row: bool = False):
-        self.tables = list(tables)
+        self.tables = list(dict.fromkeys(tables))  # several layers may read one
         for table in self.tables:
             if not isinstance(table, Values):
                 raise TypeError(f"found a {type(table).__name__} (expected tables: the `values` of a memory)")
             table.refuse_second_optimizer()  # before the first of them is changed
             if hasattr(table.weight_KD, "to_local"):  # a DTensor
-                raise ValueError("a table is divided among ranks (expected whole: `ignored_params` of `fully_shard`)")
+                raise ValueError("a table is divided among ranks (expected whole: see `fully_shard(ignored_params=)`)")
         check_settings(**defaults)
         super().__init__([table.weight_KD for table in self.tables], defaults)
         for table in self.tables:
@@ -186,6 +186,8 @@ class RowAdam(RowOptimizer):
     times `lr` at step 106, by 2.5 times at step 1,000 and by 3.15 times at step 5,000. The second moment fills more
     slowly than the first, so the following reads move it farther: under a constant gradient, by up to 6.6 times `lr`
     (the twelfth). A correction by each row's own count of updates was no better (`recipes/pkm/README.md`).
+
+    Copies of the optimizer (deepcopy, pickle) lose the tables; copy its `state_dict()`.
 
     A step clears the gradients: a network's own `zero_grad` would not reach them.
 

@@ -189,6 +189,10 @@ class Values(nn.Module):
         if copy_KD is not None:
             self._copied = self.weight_KD._version
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self.copy_KD = None  # of another table
+        super().register_parameter(name, param)
+
     def _apply(self, *arguments: Any, **options: Any) -> "Values":
         self.copy_KD = None  # it would stay on the old device; `to`, `cuda` and `half` share no public method
         return super()._apply(*arguments, **options)

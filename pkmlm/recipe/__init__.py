@@ -4,5 +4,5 @@
 YAML and keeps the lines; `load.py` builds a recipe from files and overrides; `constraints.py` checks what must hold
 between keys and for the ranks, `warnings.py` what is valid but probably not meant; `shipped.py` finds the recipes that
 come with the package.
-All of pkmlm uses recipes; this folder imports only `errors.py`, pydantic and PyYAML.
+All of pkmlm uses recipes; this folder imports only `errors.py`, `memory` (the kinds' specs), pydantic and PyYAML.
 """

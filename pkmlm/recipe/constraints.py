@@ -215,6 +215,9 @@ def check_training(check: Check, recipe: Recipe) -> None:
     if context * micro_batch < 2 and any(memory.keeps_statistics for memory in recipe.model.memories.values()):
         check.fail("train.micro_batch", "a batch norm of queries sees one token", "2 or more", "model.context")
     check_micro_batches(check, recipe)
+    if recipe.train.compile and not recipe.data.pack:
+        message = "data.pack: false gives batches of many lengths, of which torch compiles only the first few"
+        check.fail("train.compile", message, "false, or data.pack: true", "data.pack")
     for prefix, group in recipe.optim_groups.items():
         if group.schedule == "inverse-sqrt" and not group.warmup_steps:
             message = "found 0 with the inverse-sqrt schedule"

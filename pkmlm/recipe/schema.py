@@ -91,9 +91,7 @@ class Data:
         "with one tokenizer",
     )
 
-    pack: bool = key(
-        True, "documents one after another, cut at the context; false: one in a sequence, whose rest is padding"
-    )
+    pack: bool = key(True, "documents one after another, cut at the context; false: one document in a sequence, padded")
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -128,7 +126,7 @@ class Model(Shape):
     layers: int = key(6, "transformer blocks", ge=1, le=10_000)
     heads: Size = key(8, "attention heads")
     kv_heads: Size | None = key(
-        None, "heads of keys and values, which divide the heads: as many queries read each; null: heads"
+        None, "heads of keys and values (grouped-query attention), a divisor of heads; null: heads"
     )
     head_dim: Size | None = key(None, "width of a head; null: dim / heads")
     context: Size = key(512, "tokens per sequence")
@@ -143,9 +141,7 @@ class Model(Shape):
     attention_options: AttentionOptions = key(AttentionOptions, "sizes of the other kinds of attention")
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
     norm: Literal["rms", "layer"] = key("rms", "norms of the residual stream")
-    norm_eps: float | None = key(
-        None, "what norms add to a variance, or a mean square; null: 1e-6, layer norms 1e-5", gt=0, le=1
-    )
+    norm_eps: float | None = key(None, "epsilon of the norms; null: 1e-6 (rms), 1e-5 (layer)", gt=0, le=1)
     ffn: Literal["swiglu", "gelu", "gelu-tanh", "relu"] = key(
         "swiglu", "activation of the FFN; swiglu: silu(W1 x) * W2 x; gelu-tanh: GPT-2's approximation of gelu"
     )
@@ -158,7 +154,7 @@ class Model(Shape):
     document_mask: bool = key(
         True, "attention stays within a document, and positions are counted from its beginning; softmax only"
     )
-    smear: bool = key(False, "add a part of the embedding of the token before, by a gate, to that of each token")
+    smear: bool = key(False, "add a gated share of the previous token's embedding to that of each token")
     init: Literal["small", "zero-out"] = key(
         "zero-out", "initial size of the maps that write into the stream: small, or zero"
     )
@@ -229,8 +225,8 @@ class Train:
     )
     only: Literal["all", "memories", "values", "gates"] = key(
         "all",
-        "what moves, while all else stays the same, bit for bit: the memories; only their tables (values); or only the "
-        "factors of gate: token (gates)",
+        "what trains, while all else stays bit for bit as it is: the memories; only their tables (values); or only the "
+        "gates of gate: token",
     )
 
 

@@ -36,12 +36,11 @@ def random_weights_warning(recipe: Recipe) -> list[str]:
 def warmup_warnings(recipe: Recipe) -> list[str]:
     """Warm-ups and decays that are too long for the learning rate to reach its peak."""
     steps = recipe.train.steps
-    own = {
-        f"model.memories.{name}.optim": memory.table_optim.warmup_steps
-        for name, memory in recipe.model.memories.items()
-    }
-    asked = {"optim": recipe.optim.warmup_steps, **own}
-    warmups = {f"{prefix}.warmup_steps": asked[prefix] or 0 for prefix in recipe.optim_groups}
+    warmups = {}
+    for prefix, group in recipe.optim_groups.items():
+        memory = recipe.model.memories.get(prefix.removeprefix("model.memories.").removesuffix(".optim"))
+        inherited = memory is not None and memory.table_optim.warmup_steps is None
+        warmups["optim.warmup_steps" if inherited else f"{prefix}.warmup_steps"] = group.warmup_steps or 0
     training = "1 step" if steps == 1 else f"{steps:,} steps"
     found = [
         f"{key}: {warmup:,} for {training} of training: the learning rate ends at {steps / warmup:.0%} of its peak"

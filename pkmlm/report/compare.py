@@ -89,13 +89,20 @@ class Comparison:
         return equal
 
     def curves(self, over: str) -> dict[str, list[tuple[float, list[Facts]]]]:
-        """By group, for each of its runs: what a step takes (from `at_equal`; otherwise its tokens, or 1) and
-        the run's events.
+        """By group, for each of its runs: what a step takes and the run's events.
+
+        Args:
+            over: "steps", "tokens", or what `at_equal` was called with.
         """
 
         def curve(facts: Facts) -> tuple[float, list[Facts]]:
-            tokens = self.runs[facts["run"]].step_tokens() if over == "tokens" else 1.0
-            return facts.get(f"{over}_per_step", tokens), self.metrics[facts["run"]]
+            if over == "steps":
+                taken = 1.0
+            elif over == "tokens":
+                taken = self.runs[facts["run"]].step_tokens()
+            else:
+                taken = facts[f"{over}_per_step"]
+            return taken, self.metrics[facts["run"]]
 
         return {group.name: [curve(run) for run in group.runs] for group in self.groups}
 

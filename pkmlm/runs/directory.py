@@ -41,7 +41,7 @@ OWN |= {"best", "latest", "done"}
 FOREIGN = {"config.json", "attached.json"}
 CHOOSE = "choose another -o"
 IMPORTED = "imported"  # the status of a run that `pkmlm import` wrote, which is no training's
-LOST_RECORD = "delete it: then only the record of how the run was started and how it ended is lost"
+LOST_RECORD = "delete it; only the record of how the run started and ended is lost"
 
 
 class RunDirectory:

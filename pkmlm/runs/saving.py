@@ -96,7 +96,7 @@ class Saver:
         if copy:
             tensors = {file: {name: copied(one) for name, one in own.items()} for file, own in tensors.items()}
         else:
-            self.say("memory does not hold a copy of the checkpoint: training waits until it is written")
+            self.say("too little memory for a copy of the checkpoint: training waits while it is written")
         state, recipe = asdict(progress), dump_recipe(self.recipe)
         copied_in = time.monotonic() - began
 

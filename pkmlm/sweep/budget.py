@@ -51,6 +51,7 @@ def relative_steps(
     folder: Path | None,
     say: Say,
     *,
+    keep: bool = True,
     retime: bool = False,
     table_only: bool = False,
 ) -> dict[Place, float]:
@@ -58,8 +59,9 @@ def relative_steps(
 
     Args:
         recipes: with `model.vocab_size` set.
-        folder: of the sweep, which keeps the times of steps; None: they are not kept.
+        folder: of the sweep, which has the times of steps after the first timing; None: there is none.
         say: called with a line on which round of a timing runs.
+        keep: write what is timed into the folder.
         retime: time steps again, although the folder has their times.
         table_only: time nothing.
 
@@ -80,13 +82,13 @@ def relative_steps(
     if "seconds" in grid.equal:
         keys = {place: recipe_sha256(part) for place, part in parts.items()}
         timed = {keys[place]: parts[place] for place in parts}
-        relative = relative_seconds(timed, keys[first], folder, say, retime, table_only)
+        relative = relative_seconds(timed, keys[first], folder, say, keep, retime, table_only)
         takes["seconds"] = {place: relative[key] for place, key in keys.items()}
     return {place: takes[place[0][-1]][first] / takes[place[0][-1]][place] for place in recipes}
 
 
 def relative_seconds(
-    recipes: Mapping[str, Recipe], first: str, folder: Path | None, say: Say, retime: bool, table_only: bool
+    recipes: Mapping[str, Recipe], first: str, folder: Path | None, say: Say, keep: bool, retime: bool, table_only: bool
 ) -> dict[str, float]:
     """The seconds of a step of each of `recipes` (by sha256) over those of `first`, timed in turn in one process.
     Models that were added to a grid are timed beside the first.
@@ -105,13 +107,13 @@ def relative_seconds(
         message = f"{file} lacks the steps of {len(missing)} of the grid's {len(recipes)} models"
         raise UserError(message, "leave --table out to time them")
     if missing:
-        times = time_steps({first: recipes[first]} | missing, say, ROUNDS if file else ESTIMATE_ROUNDS)
+        times = time_steps({first: recipes[first]} | missing, say, ROUNDS if keep else ESTIMATE_ROUNDS)
         if times["busy_cores"] > BUSY:
             again = "begin the sweep in another folder when the machine is idle"
             warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: {again}")
         seconds = {key: median(found) for key, found in times["steps"].items()}
         known = {key: each / seconds[first] for key, each in seconds.items()} | known
-        if file:
+        if file and keep:
             timed = {"timed_on": times["timed_on"], "busy_cores": max(busy, times["busy_cores"])}
             write_json(file, timed | {"first": first, "relative": known})
     return known

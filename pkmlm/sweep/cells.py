@@ -215,7 +215,7 @@ def best(outcomes: Sequence[CellOutcome]) -> CellOutcome | None:
     measured = [outcome for outcome in outcomes if outcome.status == "measured"]
     unknown = [outcome.cell.name for outcome in measured if outcome.loss == float("inf")]
     if len(measured) > 1 and unknown:
-        message = f"{unknown[0]} has lost its validation, so that no value can be chosen"
+        message = f"{unknown[0]} has no validation loss, so that no value can be chosen"
         raise UserError(message, "delete its folder to train it again")
     return min(measured, key=lambda outcome: outcome.loss, default=None)
 

@@ -174,11 +174,13 @@ class Results:
         return found + [each for of in of_points for each in rank_correlations(self.grid, *of)]
 
     def equal_at(self, points: Sequence[Point]) -> str | None:
-        """What the runs of these points take equally much of: without `equal`, tokens, if all recipes read as many."""
+        """What the runs of these points take equally much of: without `equal`, tokens, if all of them read as many."""
         if self.grid.equal:
             return points[0][-1]
-        recipes = [self.cells.first[point, value].recipe for point in points for value in self.cells.values]
-        read = {(each.train.steps * each.train.batch_tokens, each.data.pack) for each in recipes}
+        read = set()
+        for outcome in (outcome for point in points for outcome in self.chosen(point)):
+            recipe = outcome.cell.recipe
+            read.add((outcome.facts["step"] * recipe.train.batch_tokens, recipe.data.pack))
         return "tokens" if len(read) == 1 else None
 
     def tokenizer(self, point: Point) -> str | None:

@@ -90,6 +90,7 @@ def open_sweep(
     output: str | None,
     *,
     over: Sequence[Over],
+    dry_run: bool,
     table_only: bool,
     retime: bool,
     quiet: bool,
@@ -99,8 +100,9 @@ def open_sweep(
     Args:
         scale: of the grid; None: its first.
         overrides: `key=value` for all cells.
-        output: the sweep's folder; None for a dry run.
+        output: the sweep's folder; None: a dry run without one.
         over: replaces the grid's, unless it is empty.
+        dry_run: write nothing.
         table_only: if there are no overrides, take those with which the folder's results were made.
         retime: for `equal: seconds`, time the steps of all models again, unless a run has begun.
         quiet: show no progress on standard error.
@@ -123,12 +125,12 @@ def open_sweep(
     known = with_vocab_sizes(cells, folder.runs if folder and table_only else None)
     if grid.equal:
         begun = folder is not None and any(folder.runs.glob("*/recipe.yaml"))
-        if folder:
+        if folder and not dry_run:
             make_folder(folder.runs)
         with status_line(quiet) as say:
             at, shown = folder.path if folder else None, folder is not None and table_only
             again = retime and not begun and not shown
-            relative = relative_steps(known, grid, at, say, retime=again, table_only=shown)
+            relative = relative_steps(known, grid, at, say, keep=not dry_run, retime=again, table_only=shown)
         cells = Cells(grid, base, overrides, relative)
     return Results(grid, cells, {place: facts_of_cost(recipe) for place, recipe in known.items()}), folder
 

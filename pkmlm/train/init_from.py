@@ -80,7 +80,7 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
         parts.append(f"{path} is another checkpoint than that of finetune.background, which may read other slots")
     changed = [text for key, text in differing.items() if key in _shapeless(job.recipe.model)]
     if changed:
-        parts.append(f"its weights mean something else here: {', '.join(changed)}")
+        parts.append(f"the same weights are used differently here: {', '.join(changed)}")
     if read_progress(path).data.get("train") == job.corpus.sha256 and before.seed == job.recipe.train.seed:
         parts.append("it reads the same batches in the same order as that run; set train.seed for another order")
     return step, [f"train.init_from: {'; '.join(parts)}"] if parts else []

@@ -87,8 +87,8 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
     job = Job(recipe, corpus, tokenizer)
     warnings = recipe_warnings(recipe) + of_imported_model(Path(recipe_file), recipe)
     if job.epochs > MANY_EPOCHS:
-        reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
-        warnings.append(f"{corpus.name}: train has {corpus.tokens:,} tokens: {reading}")
+        reading = f"{recipe.train.steps:,} steps read it {job.epochs:,.0f} times"
+        warnings.append(f"{corpus.name}: the train split has {corpus.tokens:,} tokens; {reading}")
     warnings += no_validation_warning(job) + cut_documents_warning(job)
     background = None
     if recipe.finetune.slots in ("tfidf", "kl"):
@@ -122,11 +122,13 @@ def cut_documents_warning(job: Job) -> list[str]:
     context, corpus = job.recipe.model.context, job.corpus
     longer = int((np.diff(corpus.boundaries(0, corpus.documents)) > context).sum())
     cut = f"{corpus.name}: {longer:,} of {corpus.documents:,} documents are longer than the context of {context:,}"
-    return [f"{cut}: only their ends are read"] if longer else []
+    return [f"{cut}: only the last {context:,} tokens of each are read"] if longer else []
 
 
 def no_validation_warning(job: Job) -> list[str]:
     """A warning where the tokens have no split to validate on."""
     if "valid" in job.corpus.splits:
         return []
-    return [f"{job.corpus.name} has no valid split: no validation, no best checkpoint, no eval.patience"]
+    return [
+        f"{job.corpus.name} has no valid split, so there is no validation, no best checkpoint and no early stopping"
+    ]

@@ -133,7 +133,7 @@ class Training:
                 self._save()
                 return self._outcome("finished")
             if patience is not None and self.history.worse >= patience:
-                self.log.say(f"no better validation in the last {self.history.worse}: stopping early at step {step}")
+                self.log.say(f"no improvement in the last {self.history.worse} validations: stopping at step {step}")
                 self._save()
                 return self._outcome("patience")
             self._train_step()

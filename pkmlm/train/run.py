@@ -82,9 +82,11 @@ def train(
                 complete = is_complete(run, job.recipe)
         if world.broadcast(complete):
             if lead:
-                done = f"run {printable(output)} is complete already at step {run.steps()[-1]}"
-                longer = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
-                print(f"{done}; more {longer} would train it longer", flush=True)
+                done = f"run {printable(output)} is already complete at step {run.steps()[-1]}"
+                longer = "train.steps" if job.recipe.train.epochs is None else "train.epochs"
+                if run.facts().get("status") == "patience":
+                    longer = "eval.patience"
+                print(f"{done}; raise {longer} to train it further", flush=True)
             return 0
         start = world.broadcast(start)
         with world.collective_errors():

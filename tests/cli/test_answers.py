@@ -122,7 +122,7 @@ def test_equal_budgets_are_of_what_is_read(facts, write_recipe, tmp_path, over):
     assert {point[0]: steps for (point, _), steps in relative.items()} == {"long": 1.0, "longer": 1.0, "half": 2.0}
 
 
-def test_answers_are_learnt_scored_and_counted(facts, write_recipe, tmp_path):
+def test_answers_are_learnt_scored_and_counted(facts, tokens, write_recipe, tmp_path):
     run = tmp_path / "run"
     keys = [f"data.dir={facts}", "data.pack=false", "train.steps=120", "eval.every=60", "train.batch_tokens=512"]
     keys += ["optim.lr=1e-2", "eval.tokens=null", "model.context=64", "train.micro_batch=8"]
@@ -147,6 +147,8 @@ def test_answers_are_learnt_scored_and_counted(facts, write_recipe, tmp_path):
     assert found["nll"] == pytest.approx(nll, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nll / found["bytes"] / math.log(2), rel=1e-5)
     assert record["answers"] == {"n": len(ROWS), "exact_match": 1.0}  # it has learnt them
+    books = ("--data", facts, "--data", tokens, "--split", "valid")  # whose documents ask nothing
+    assert json.loads(pkmlm("eval", run, *books, "--answers", "--json").stdout)["answers"] == record["answers"]
     samples = tmp_path / "samples.jsonl"
     assert "100.0%" in pkmlm("eval", run, "--split", "valid", "--answers", "--log-samples", samples).stdout
     said = [json.loads(line) for line in samples.read_text().splitlines()]
@@ -178,8 +180,8 @@ def test_tables_and_wrong_rows(facts, tmp_path):
     one, other = Corpus(facts, "train"), Corpus(tmp_path / "tokens", "train")
     assert one.sha256 == other.sha256
     assert np.array_equal(one.answer_lengths(0, len(ROWS)), other.answer_lengths(0, len(ROWS)))
-    (tmp_path / "bad.jsonl").write_text('{"q": "a", "a": "b"}\n{"q": "a", "a": ""}\n')
-    assert "row 2" in pkmlm("tokenize", tmp_path / "bad.jsonl", *words, "-o", tmp_path / "x", code=2).stderr
+    (tmp_path / "bad.jsonl").write_text('{"q": "a", "a": "b"}\n\n{"q": "a", "a": ""}\n')
+    assert "bad.jsonl:3: " in pkmlm("tokenize", tmp_path / "bad.jsonl", *words, "-o", tmp_path / "x", code=2).stderr
     (tmp_path / "text.txt").write_text("text")
     assert "--answer" in pkmlm("tokenize", tmp_path / "text.txt", *words, "-o", tmp_path / "x", code=2).stderr
     assert "--answer" in pkmlm("tokenize", tmp_path / "bad.jsonl", *words[:2], "-o", tmp_path / "x", code=2).stderr

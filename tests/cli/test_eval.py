@@ -252,7 +252,7 @@ def test_a_text_that_is_not_divided_as_the_tokens_were_is_warned_of(trained, nov
         assert r"--separator '\n\n'" in said
         assert pkmlm(command, run, "-q", "--text", tmp_path / "x.txt", "--separator", r"\n\n").stderr == ""
         said = pkmlm(command, run, "-q", "--text", tmp_path / "x.txt", "--separator", "---").stderr
-        assert said.startswith(f"warning: {tmp_path / 'x.txt'}: '---' divides nothing"), command
+        assert said.startswith(f"warning: {tmp_path / 'x.txt'}: the separator '---' does not occur"), command
     (tmp_path / "y.txt").write_bytes(b"four\r\rfive")
     said = pkmlm("eval", run, "-q", "--text", tmp_path / "[xy].txt", "--separator", r"\n\n").stderr
     assert said.startswith(f"warning: {tmp_path / 'y.txt'}: "), "only the file that is not divided"

@@ -60,7 +60,7 @@ def test_a_separator_that_never_occurs_is_warned_of(texts):
     assert_warns([*given, r"\n\n\n"])
     assert_warns([*given, r"\n\n\n", "--valid", texts / "valid.txt"])  # one document to validate on is no fault
     (texts / "one.jsonl").write_text('{"text": "a whale"}\n')  # lines are not separated by it
-    assert_warns([*given, "|", "--valid", texts / "one.jsonl"], ("train.txt: '|' divides nothing",))
+    assert_warns([*given, "|", "--valid", texts / "one.jsonl"], ("train.txt: the separator '|' does not occur",))
 
 
 @pytest.mark.parametrize("separator", ["\n\n\n", "\n", "---\n", "|"])
@@ -80,7 +80,7 @@ def test_each_file_that_a_separator_does_not_divide_is_named(texts, separator):
     for name, text in contents.items():
         (texts / f"{name}.txt").write_bytes(text.encode())
     files = {name: texts / f"{name}.txt" for name in contents}
-    nothing = f"{separator!r} divides nothing"
+    nothing = f"the separator {separator!r} does not occur"
     assert_warns([*map(files.get, "abc"), "--valid", files["e"], *given], ("b.txt, ", "c.txt: ", nothing))
     assert_warns([files["a"], "--valid", files["d"], files["e"], *given], ("e.txt: ", nothing))
     alone = [("b.txt: ", nothing, repr(mac))] if mac != separator else []

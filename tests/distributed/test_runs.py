@@ -225,7 +225,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_so_long(recipe, ranks, tmp_pa
     os.kill(started.pids[1], signal.SIGSTOP)
     time.sleep(3)
     until = time.monotonic() + PATIENCE
-    while "no answer from another rank in time\nhint: PKMLM_TIMEOUT=" not in started.said(0)[1]:
+    while "another rank did not answer in time\nhint: PKMLM_TIMEOUT=" not in started.said(0)[1]:
         assert time.monotonic() < until
         time.sleep(0.05)
     os.kill(started.pids[1], signal.SIGKILL)
@@ -236,7 +236,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_so_long(recipe, ranks, tmp_pa
 def test_a_rank_waits_no_longer_for_its_neighbours_than_for_all(ranks):
     said = [rank.stdout.splitlines() for rank in ranks.run(4, "silent_neighbour", seconds="3")]
     assert [lines[0] for lines in said] == ["[0, 1] [0, 2]", "[0, 1] [1, 3]", "[2, 3] [0, 2]", "[2, 3] [1, 3]"]
-    assert [lines[1:] for lines in said] == [[], [], ["rank 2: no answer from another rank in time"], []]
+    assert [lines[1:] for lines in said] == [[], [], ["rank 2: another rank did not answer in time"], []]
 
 
 def test_a_part_that_cannot_be_written_leaves_nothing(recipe, ranks, tmp_path):

@@ -382,6 +382,14 @@ def test_memory_is_divided_and_reads_are_held_by_all() -> None:
     assert copied.training["weights"] - bytes_held(half, copied)["weights"] == 6 * values // 2
 
 
+def test_ranks_that_train_gates_alone_hold_no_moments_of_tables() -> None:
+    model = replace(MILLION.model, memories={"pkm": replace(KEYS, gate="token")})
+    gates = replace(MILLION, model=model, train=replace(MILLION.train, only="gates"), parallel=Parallel(memory=2))
+    cost = cost_of(gates, 1000)
+    held = bytes_held(gates, cost)
+    assert [held[key] for key in ("gradients", "moments")] == [4 * 513, 8 * 513]
+
+
 def test_recomputation_keeps_the_inputs_of_blocks_and_one_block() -> None:
     cost = cost_of(MILLION, 1000)
     less = cost_of(replace(MILLION, train=replace(MILLION.train, recompute=True)), 1000)

@@ -39,7 +39,7 @@ from pkmlm.memory.registry import SPECS
 from pkmlm.memory.spec import Spec
 from pkmlm.memory.table import tables_of
 from pkmlm.memory.token.spec import TokenSpec
-from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.model.transformer import Transformer, build_model, kept_in_fp32
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
 
@@ -680,7 +680,11 @@ def test_casts_and_autocast_of_a_loaded_model(tmp_path, exported, query_norm):
     expected = theirs(IDS_BT).logits
     with torch.autocast("cpu", torch.bfloat16):
         assert (theirs(IDS_BT).logits.float() - expected).abs().mean() < 0.1 * expected.std()
+    before = {name: theirs.state_dict()[name].clone() for name in kept_in_fp32(theirs)}
     assert (theirs.bfloat16()(IDS_BT).logits.float() - expected).abs().mean() < 0.1 * expected.std()
+    assert before
+    for name, tensor in before.items():
+        assert torch.equal(theirs.state_dict()[name], tensor), f"{name} was rounded on the way"
 
 
 def test_a_new_model_has_no_number_left_to_chance(pair):

@@ -584,6 +584,13 @@ def test_reads_of_buckets_equal_their_reference(tokens, tables, bits, scaled, te
         assert found[1].requires_grad == each.requires_grad
 
 
+def test_a_table_in_bf16_is_read_with_weights_in_fp32():
+    """In bf16 the weight, or the entry of x, would be 1, and what is left of it 0."""
+    rows_KD, pair = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16), torch.tensor([[1 + 2**-9, 1.0]])
+    assert ops.weighted_row_sum(rows_KD, torch.tensor([[0, 1]]), pair).item() == 2**-9
+    assert ops.row_products(rows_KD.T.contiguous(), pair, torch.tensor([[0]])).item() == 2**-9
+
+
 def test_bucket_scores_and_their_gradients_stay_finite():
     z = torch.tensor([[[1e30, -1e30, 0.0]]], requires_grad=True)
     reference.bucket_scores(z, 0.01).sum().backward()

@@ -115,6 +115,16 @@ def test_memories_refuse_what_they_cannot_build(name, value):
         memory_of(**{name: value})
 
 
+@pytest.mark.parametrize("key", ["layers", "share_values", "topc"])
+def test_keys_that_are_no_arguments_of_a_layer_are_refused(key):
+    with pytest.raises(TypeError, match=key):
+        memory_of(**{key: True})
+
+
+def test_orders_may_be_a_list():
+    assert NGramMemory(16, orders=[2, 3], heads=1, rows=11).spec.orders == (2, 3)
+
+
 @pytest.mark.parametrize("momentum", [-0.1, 1.5])
 def test_running_statistics_stay_between_their_last_and_the_new(momentum):
     with pytest.raises(ValueError, match="momentum: found"):

@@ -162,7 +162,7 @@ def table_of(start: torch.Tensor) -> Values:
 
 def read(table: Values, rows: list[int], x: torch.Tensor) -> None:
     """Give the table a gradient that is x[i] in rows[i]."""
-    table.gradient.add(x, torch.tensor(rows)[:, None], torch.ones(len(rows), 1))
+    table.gradient.add(x, torch.tensor(rows)[:, None], torch.ones(len(rows), 1, dtype=x.dtype))
 
 
 @pytest.mark.parametrize("every_row", [False, True])
@@ -181,6 +181,43 @@ def test_row_adam_is_adam_where_every_row_is_read_and_where_it_is_told_to_update
         adam.step()
         row_adam.zero_grad()
     torch.testing.assert_close(ours.weight_KD, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_row_adam_in_double_precision_is_as_exact_as_torchs():
+    torch.manual_seed(0)
+    ours = table_of(torch.randn(5, 3)).double()
+    theirs = torch.nn.Parameter(ours.weight_KD.detach().clone())
+    row_adam, adam = RowAdam([ours], lr=0.01), torch.optim.Adam([theirs], lr=0.01)
+    for _ in range(6):
+        x = torch.randn(5, 3, dtype=torch.float64)
+        read(ours, list(range(5)), x)
+        theirs.grad = x
+        row_adam.step()
+        adam.step()
+    torch.testing.assert_close(ours.weight_KD, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_stays_what_it_was_whatever_becomes_of_storage_that_is_shared():
+    """Autograd gives the gradient of a sum to both terms. One of them may be a parameter, whose `grad` is then clipped,
+    or added to in the next backward pass.
+    """
+    table, bias = table_of(torch.zeros(4, 2)), torch.nn.Parameter(torch.zeros(3, 2))
+    RowAdam([table])
+    slots, x = torch.tensor([[0], [2], [2]]), torch.randn(3, 2)
+    for _ in range(2):
+        ((table(slots, torch.ones(3, 1))[None] + bias[None]) * x).sum().backward()
+    bias.grad.zero_()
+    expected = torch.stack([x[0], torch.zeros(2), x[1] + x[2], torch.zeros(2)])
+    torch.testing.assert_close(table.gradient.dense(), 2 * expected)
+
+
+def test_layers_of_one_table_may_read_differently_often():
+    table = table_of(torch.zeros(4, 2))
+    optimizer = RowAdam([table, table], lr=1.0)  # as of two layers with a pool
+    for reads in (1, 3):
+        table(torch.arange(reads)[None], torch.ones(1, reads)).sum().backward()
+    optimizer.step()
+    assert table.weight_KD[:, 0].tolist() == pytest.approx([-1, -1, -1, 0])
 
 
 def test_row_adam_leaves_rows_that_were_not_read():
@@ -374,6 +411,10 @@ def test_copies_of_a_module_and_moved_modules_have_no_stale_copy(monkeypatch):
     assert (first(twin), first(table)) == (9, 1)
     assert table.to(torch.float64).copy_KD is None
     assert first(table) == 1
+    table.requires_grad_(False)
+    for value in (2.0, 3.0):  # each tensor has been changed as often as the one before
+        table.load_state_dict({"weight_KD": torch.full((3, 2), value)}, assign=True)
+        assert first(table) == value
 
 
 @pytest.mark.parametrize("kind", ["fused", "foreach"])

@@ -656,9 +656,17 @@ def test_a_decay_that_leaves_no_step_at_the_peak_is_warned_of(recipe_file: Path)
         return warmup_warnings(load_recipe(recipe_file, [*steps, f"optim.decay_steps={decay}"]))
 
     assert told(0) == told(90) == []
+    late = ["optim.warmup_steps=200", "model.memories.pkm.optim.warmup_steps=null", "train.only=values"]
+    (text,) = warmup_warnings(load_recipe(recipe_file, [*steps, *late]))  # of `optim`, which itself trains nothing
+    assert text.startswith("optim.warmup_steps: 200 for 100 steps")
     for decay in (91, 500):
         (text,) = told(decay)
         assert text.startswith(f"optim.decay_steps: {decay} for 100 steps")
+
+
+def test_batches_of_many_lengths_are_not_compiled(recipe_file: Path) -> None:
+    load_recipe(recipe_file, ["train.compile=true"])
+    assert "train.compile: data.pack: false" in error_of(recipe_file, "train.compile=true", "data.pack=false").message
 
 
 def test_a_home_folder_is_found(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ B: sequences; T: new positions; S: all positions so far; N: tokens (B * T); D: m
 (orders * heads); P: rows of a table; e: width of a row; V: vocabulary; i: taps of the convolution.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -62,7 +64,7 @@ class NGramMemory(SparseMemory):
         self,
         dim: int,
         *,
-        orders: tuple[int, ...] = (2, 3),
+        orders: Sequence[int] = (2, 3),
         heads: int = 8,
         rows: int = 65537,
         row_dim: int | None = None,
@@ -78,7 +80,7 @@ class NGramMemory(SparseMemory):
             raise ValueError(f"dim: found {dim} (expected 1 or more)")
         self.spec: NGramSpec
         spec = self.spec = NGramSpec(
-            orders=orders,
+            orders=tuple(orders),
             heads=heads,
             rows=rows,
             row_dim=row_dim,

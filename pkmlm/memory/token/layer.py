@@ -27,8 +27,8 @@ class TokenMemory(SparseMemory):
     stream: y = s * row; rows start at zero, and s, which is learnt, at 0.1, as those of an n-gram memory that adds.
 
     values: head i of attention gets y_i = 2 sigmoid(<w_i, x>) row_i beside its own values, where row_i is its part of
-    the row and x the normalised stream; w starts at zero, and the gate so at 1. Rows start as large as the values are,
-    or, with `start` "zero", at 0.
+    the row and x the normalised stream; w starts at zero, so that the gate starts at 1. Rows start as large as the
+    values are, or, with `start` "zero", at 0.
 
     Args:
         dim: width of the stream (D), and of a row.
