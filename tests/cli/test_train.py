@@ -120,7 +120,7 @@ def test_signals_save_and_stop(tmp_path, write_recipe, monkeypatch, number, code
 def test_a_finished_run_says_so_and_more_steps_train_longer(tmp_path, write_recipe):
     recipe, run = write_recipe(tmp_path, "dense"), tmp_path / "run"
     pkmlm("train", recipe, "-o", run, "-s", "train.steps=4")
-    assert "complete already at step 4" in pkmlm("train", recipe, "-o", run, "-s", "train.steps=4").stdout
+    assert "already complete at step 4" in pkmlm("train", recipe, "-o", run, "-s", "train.steps=4").stdout
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
     pkmlm("train", recipe, "-o", run, "-s", "train.steps=6")
     assert [step for step, event, _ in losses(run) if event == "train"] == [1, 2, 3, 4, 5, 6]
@@ -310,9 +310,9 @@ def test_patience_stops_early(tmp_path, write_recipe):
     assert 2 < facts["step"] < 30
     assert (run / "done").exists()
     told = pkmlm("train", recipe, "-o", run, *worse, "-s", "train.steps=60").stdout
-    assert "complete already" not in told, "the same patience is at an end again at once, but nobody can know before"
+    assert "already complete" not in told, "the same patience is at an end again at once, but nobody can know before"
     told = pkmlm("train", recipe, "-o", run, *worse, "-s", "train.steps=60").stdout
-    assert "complete already" in told
+    assert "already complete" in told
     assert "train.steps" not in told
 
 

@@ -278,7 +278,7 @@ def test_a_run_in_use_is_refused_once(recipe, ranks, tmp_path):
 
 def test_a_finished_run_and_a_dry_run_are_told_once(divided, recipe, ranks):
     ended = ranks.pkmlm(2, "train", recipe, "-o", divided, *STEPS, *of(2, 2))
-    assert [rank.stdout.count("is complete already at step 8") for rank in ended] == [1, 0]
+    assert [rank.stdout.count("is already complete at step 8") for rank in ended] == [1, 0]
     ended = ranks.pkmlm(2, "train", recipe, "--dry-run", *of(2, 2))
     assert [rank.stdout.count("first step") for rank in ended] == [1, 0]
     assert "in 2 micro-batches of 2 on each of 2 processes" in " ".join(ended[0].stdout.split())

@@ -8,7 +8,6 @@ import argparse
 import json
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from pkmlm.console import Column, Table
 from pkmlm.environment import source_commit
 from tests.forks import ROOT, Forks
 from tests.torture import crashes, damage, disks, kills, sizes, stops
-from tests.torture.oracle import Ground, forget_one, saved_items
+from tests.torture.oracle import Ground
 
 Trial = Callable[[], tuple[bool, str]]
 TRAINING_DISK, TOKENIZING_DISK = 480 << 10, 144 << 10  # bytes that are enough
@@ -50,9 +49,6 @@ def parts(ground: Ground) -> Iterator[Part]:
     """Every row, cheap ones first."""
     for what in ("tokenize", "replace", "export"):
         yield from failures(ground, what)
-    items = [(item, 9) for item in saved_items(ground.reference("product-key"), 9)] + [("state:skips", 3)]
-    control = [lambda i=item, s=step: forget_one(ground, i, s) for item, step in items]
-    yield Part("negative control: each saved item left out", control)  # type: ignore[arg-type]
     yield Part("damaged checkpoints", numbered(damage.spoil_checkpoint, ground, range(200)))
     yield Part("damaged tokens", numbered(damage.spoil_tokens, ground, range(200)))
     yield Part("training on a full disk", numbered(disks.fill_training, ground, range(4096, TRAINING_DISK, 8192)))
@@ -102,7 +98,7 @@ def read(record: Path, part: Part) -> dict[int, dict[str, Any]]:
 
 
 def report(results: dict[Part, dict[int, dict[str, Any]]]) -> int:
-    """Print the table, and in which phases the kills came."""
+    """Print the table."""
     rows, lost = [], 0
     for part, trials in results.items():
         mine = trials.values()
@@ -113,10 +109,6 @@ def report(results: dict[Part, dict[int, dict[str, Any]]]) -> int:
     columns = [Column("part"), *(Column(head, "right", "{:,}") for head in ("trials", "of", "survived", "lost"))]
     date = time.strftime("%Y-%m-%d")
     print(Table(f"{date}, {platform.machine()}", [*columns, Column("s", "right", "{:,.0f}")], rows).render(), end="")
-    for part, trials in results.items():
-        if part.name.startswith("SIGKILL"):
-            hit = Counter(trial["what"].split(":")[0].split()[-1] for trial in trials.values())
-            print(f"{part.name} came during: " + ", ".join(f"{name} {count}" for name, count in hit.most_common()))
     return 1 if lost else 0
 
 

@@ -1,43 +1,30 @@
 """What a forked child does."""
 
-import os
 import resource
 import sys
 from pathlib import Path
 
 from tests.torture.disk import Disk
-from tests.torture.phases import TOKENIZING, TRAINING, Phases, phases_of
 
 
 def command(
     words: list[str],
     disk: dict[str, object] | None = None,
-    phases: str = "",
     memory: int = 0,
     file_size: int = 0,
     init_scale: float = 0.0,
-    drop: str = "",
 ) -> int:
     """Run a command line; return its exit code.
 
     Args:
         disk: of `Disk`.
-        phases: a file to mark the phases of the first rank in.
         memory, file_size: limits in bytes (memory: beyond what the process has when it begins).
         init_scale: the loss scale that fp16 begins with; large ones make the first steps overflow.
-        drop: what a resume forgets, see `tests.torture.oracle`.
     """
     from pkmlm.cli import main
 
-    if phases and os.environ.get("RANK", "0") == "0":
-        places = TOKENIZING if words[0] == "tokenize" else TRAINING
-        Phases(Path(phases), phases_of(places)).watch(places)
     if init_scale:
         start_scale_at(init_scale)
-    if drop:
-        from tests.torture.oracle import forget
-
-        forget(drop)
     if memory:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))

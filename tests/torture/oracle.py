@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.forks import CRASHED, ROOT, Ended, Forks
+from tests.forks import ROOT, Ended, Forks
 
 STEPS = 12
 RECIPE = """name: torture-{kind}
@@ -139,72 +139,3 @@ def exact(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: exact(part) for key, part in value.items()}
     return [exact(part) for part in value] if isinstance(value, list) else value
-
-
-def saved_items(run: Path, step: int) -> list[str]:
-    """Everything that a checkpoint saves and training goes on with, one by one; and the log, without which it is not
-    whole. The seconds are told alone; the recipe, the vocabulary and the hashes of its data decide whether it goes
-    on at all; what validations have shown has tests of its own.
-    """
-    from safetensors import safe_open
-
-    folder = run / "checkpoints" / f"step-{step:08d}"
-    items = []
-    for name in ("weights", "optimizer", "drift"):
-        with safe_open(folder / f"{name}.safetensors", framework="np") as file:
-            items += [f"{name}:{tensor}" for tensor in file.keys()]  # noqa: SIM118
-    state = json.loads((folder / "state.json").read_text())
-    passed = ("seconds", "data", "vocab_size", "validations")
-    kept = [key for key in state if key not in passed and state[key]]
-    return [*items, *(f"state:{key}" for key in kept), "log:metrics.jsonl"]
-
-
-def forget(item: str) -> None:
-    """Let a resume in this process leave out one thing that was saved."""
-    import pkmlm.runs.checkpoint as checkpoint
-    import pkmlm.runs.directory as rundir
-
-    kind, _, name = item.partition(":")
-    if kind == "log":
-        cut = rundir.RunDirectory.cut_metrics
-        rundir.RunDirectory.cut_metrics = lambda self, step, **_: cut(self, 0)  # type: ignore[method-assign]
-    elif kind == "state":
-        read = checkpoint.read_progress
-
-        def read_progress(path: Path) -> checkpoint.Progress:
-            progress = read(path)
-            setattr(progress, name, getattr(checkpoint.Progress(), name))
-            return progress
-
-        checkpoint.read_progress = read_progress
-    elif kind == "drift":
-        import torch
-
-        read_drift = checkpoint.load_drift
-        checkpoint.load_drift = lambda path: {
-            tensor: torch.zeros_like(value) if tensor == name else value for tensor, value in read_drift(path).items()
-        }
-    else:
-        load = checkpoint.load_tensors
-
-        def load_tensors(path: Path, tensors: dict[str, Any], tables: Any, **how: Any) -> checkpoint.Differences:
-            mine = {tensor: value.clone() for tensor, value in tensors.items()}
-            differences = load(path, tensors, tables, **how)
-            if path.name == f"{kind}.safetensors":
-                import torch
-
-                with torch.no_grad():
-                    tensors[name].copy_(mine[name])
-            return differences
-
-        checkpoint.load_tensors = load_tensors
-
-
-def forget_one(ground: Ground, item: str, step: int) -> tuple[bool, str]:
-    """The negative control: resume from `step` without one saved item; the oracle survives if it notices."""
-    run = ground.stopped_at("product-key", step, ground.folder / "forgetful")
-    ended = ground.train("product-key", run, "-s", "checkpoint.keep=100", code=None, drop=item)
-    if ended.code == CRASHED:
-        return False, f"without {item}: {ended.stderr[-300:]}"
-    noticed = ended.code != 0 or bool(ground.differences("product-key", run))
-    return noticed, item.partition(":")[0] if noticed else f"nobody noticed that {item} was left out"
