@@ -127,49 +127,75 @@ def compare_tables(groups: Sequence[Group], equals: Sequence[Equal]) -> list[Tab
     Args:
         equals: the points at which runs are compared; their facts are among those of the runs.
     """
-    runs = [run for group in groups for run in group.runs]
-    seeds = [number("Seeds")] if len(groups) < len(runs) else []
+    found = [quality_table(groups), parameter_table(groups), training_table(groups)]
+    found += [equal_table(groups, equal) for equal in equals]
+    found += [accuracy_table(groups), use_table(groups)]
+    first = 1 + (len(groups) < len(runs_of(groups)))  # column after names and seeds
+    return [each for each in found if any(value is not None for row in each.rows for value in row[first:])]
 
-    def start(group: Group) -> list[Any]:
-        return [group.name, *(len(group.runs) for _ in seeds)]
 
-    def at_step(key: str) -> list[Column]:  # a column for what was not measured at the last step of every run
-        return [AT_STEP] if any(run[key] not in (None, run["step"]) for run in runs) else []
+def runs_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The facts of all runs."""
+    return [run for group in groups for run in group.runs]
 
-    parameters = {"kind": Column("Kind")} | columns_of("dense", "memory", "total", "read_per_token")
-    training = columns_of("step", "tokens", "seconds", "tokens_per_second")
-    if any(run["status"] not in (None, "finished") for run in runs):
-        training["status"] = Column("Status")
-    quality = comparable_columns(runs, "valid_bits_per_byte", "valid_loss", "valid_perplexity")
-    quality |= {"valid_step": AT_STEP} | comparable_columns(runs, "bits_per_byte", "perplexity", "word_perplexity")
-    quality |= {"test_step": AT_STEP}
-    left_out = TOKENIZERS if several_tokenizers(runs) else ""
-    apart = "~: measured while each run trained, not timed side by side"
-    tables = []
-    for title, shown, note in (
-        ("Best validation, and the test split", quality, left_out),
-        ("Parameters", parameters, ""),
-        ("Training", training, apart),
-    ):
-        rows = [[*start(group), *_cells(group, shown)] for group in groups]
-        tables.append(noted(title, [Column("Run"), *seeds, *shown.values()], rows, note))
-    tables += [equal_table(groups, equal) for equal in equals]
 
-    names = list(dict.fromkeys(name for run in runs for name in run["tasks"]))
-    step, shared = at_step("tasks_step"), shared_tasks(runs)
+def table_of_groups(
+    title: str, groups: Sequence[Group], columns: Sequence[Column], cells: Iterable[Iterable[Any]], *notes: str
+) -> Table:
+    """A table with a row per group: its name, how many seeds it has if some have several, and its cells."""
+    several = len(groups) < len(runs_of(groups))
+    start = [Column("Run"), *([number("Seeds")] if several else [])]
+    rows = [
+        [group.name, *([len(group.runs)] if several else []), *row] for group, row in zip(groups, cells, strict=True)
+    ]
+    return noted(title, [*start, *columns], rows, *notes)
+
+
+def quality_table(groups: Sequence[Group]) -> Table:
+    """The best validation of each group, and its test split."""
+    runs = runs_of(groups)
+    shown = comparable_columns(runs, "valid_bits_per_byte", "valid_loss", "valid_perplexity") | {"valid_step": AT_STEP}
+    shown |= comparable_columns(runs, "bits_per_byte", "perplexity", "word_perplexity") | {"test_step": AT_STEP}
+    note = TOKENIZERS if several_tokenizers(runs) else ""
+    cells = (_cells(group, shown) for group in groups)
+    return table_of_groups("Best validation, and the test split", groups, [*shown.values()], cells, note)
+
+
+def parameter_table(groups: Sequence[Group]) -> Table:
+    """The kinds of memories, and the parameters."""
+    shown = {"kind": Column("Kind")} | columns_of("dense", "memory", "total", "read_per_token")
+    return table_of_groups("Parameters", groups, [*shown.values()], (_cells(group, shown) for group in groups))
+
+
+def training_table(groups: Sequence[Group]) -> Table:
+    """How long each group was trained; also how it ended, if a run has not finished."""
+    shown = columns_of("step", "tokens", "seconds", "tokens_per_second")
+    if any(run["status"] not in (None, "finished") for run in runs_of(groups)):
+        shown["status"] = Column("Status")
+    note = "~: measured while each run trained, not timed side by side"
+    return table_of_groups("Training", groups, [*shown.values()], (_cells(group, shown) for group in groups), note)
+
+
+def accuracy_table(groups: Sequence[Group]) -> Table:
+    """The accuracy on zero-shot tasks."""
+    runs = runs_of(groups)
+    names, shared = list(dict.fromkeys(name for run in runs for name in run["tasks"])), shared_tasks(runs)
     notes = [] if shared == names else [f"average: over the tasks that all runs have: {', '.join(shared) or 'none'}"]
     average = METRICS["average_acc"].column
-    columns = [*numbers(average.format, *names), average, *step]
-    rows = []
+    columns = [*numbers(average.format, *names), average, *_step_column(runs, "tasks_step")]
+    cells = []
     for group in groups:
         by_column = [[run["tasks"].get(name, {}).get("acc") for run in group.runs] for name in names]
         by_column += [[run[key] for run in group.runs] for key in ("average_acc", "tasks_step")]
-        rows.append([*start(group), *map(_cell, by_column, columns)])
-    tables.append(noted("Zero-shot accuracy", [Column("Run"), *seeds, *columns], rows, *notes))
+        cells.append(map(_cell, by_column, columns))
+    return table_of_groups("Zero-shot accuracy", groups, columns, cells, *notes)
 
-    step = at_step("usage_step")
+
+def use_table(groups: Sequence[Group]) -> Table:
+    """How the slots of each memory are used, one row per memory of a group."""
     columns = numbers(USAGE.format, USAGE.heading, "random") + numbers(KL.format, f"{KL.heading} (nats)", "random")
-    columns += [*columns_of("gini", "effective", "top_weight").values(), *step]
+    columns += columns_of("gini", "effective", "top_weight").values()
+    columns += _step_column(runs_of(groups), "usage_step")
     rows = []
     for group in groups:
         memories: dict[tuple[str, int], list[list[Any]]] = {}
@@ -182,9 +208,12 @@ def compare_tables(groups: Sequence[Group], equals: Sequence[Equal]) -> list[Tab
             lacking = [[None] * len(found[0])] * (len(group.runs) - len(found))
             rows.append([group.name, *where, *map(_cell, zip(*found, *lacking, strict=True), columns)])
     columns = [Column("Run"), Column("Layer"), number("Slots"), *columns]
-    tables.append(noted("Memory use on the test split, by mass", columns, rows))
-    first = 1 + len(seeds)
-    return [each for each in tables if any(value is not None for row in each.rows for value in row[first:])]
+    return noted("Memory use on the test split, by mass", columns, rows)
+
+
+def _step_column(runs: Sequence[Mapping[str, Any]], key: str) -> list[Column]:
+    """A column for the step of what was not measured at the last step of every run."""
+    return [AT_STEP] if any(run[key] not in (None, run["step"]) for run in runs) else []
 
 
 def several_tokenizers(runs: Iterable[Mapping[str, Any]]) -> bool:
@@ -213,7 +242,7 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
         f"equal_{over}_step": AT_STEP,
         f"equal_{over}_between": number("between", "{:,.0f}"),
     }
-    runs = [run for group in groups for run in group.runs]
+    runs = runs_of(groups)
     losses = comparable_columns(runs, "valid_bits_per_byte", "valid_loss", "valid_perplexity")
     shown |= {f"equal_{over}_{key}": column for key, column in losses.items()}
     rows = [[group.name, *_cells(group, shown)] for group in groups]

@@ -171,11 +171,41 @@ def queue_step(state: TrainState, step: int) -> QueuedStep:
         for module in state.model.modules():
             if isinstance(module, QueryBatchNorm):
                 module.eval()
-    buffers: list[Tensor] = []
+    statistics: list[tuple[Tensor, Tensor]] = []  # each with what it was before the forward passes
     if loss_scale or not state.waits:
-        buffers = [buffer for buffer in state.model.buffers() if buffer.is_floating_point()]
-    buffers_before = [buffer.clone() for buffer in buffers]
+        floating = (buffer for buffer in state.model.buffers() if buffer.is_floating_point())
+        statistics = [(buffer, buffer.clone()) for buffer in floating]
 
+    numbers = _gradient(state, step)
+    taken = QueuedStep(step, [group.name for group in state.param_groups], to_host(numbers), world)
+    if not state.waits:
+        skip = state.stopped.logical_or_(~numbers.isfinite().all())
+        _update(state, step, numbers, skip)
+        for buffer, before in statistics:
+            buffer.copy_(torch.where(skip > 0, before, buffer))
+    elif bool(taken.numbers().isfinite().all()):
+        _update(state, step, numbers)
+        state.progress.skips = 0
+        if loss_scale:
+            loss_scale.update(overflow=False)
+    elif loss_scale:  # a skipped step leaves no trace
+        taken = replace(taken, skipped=True)
+        state.progress.skips += 1
+        if loss_scale.scale <= FLOOR or state.progress.skips >= MOST_SKIPS:
+            after = f" after {state.progress.skips} skipped steps in a row, at a loss scale of {loss_scale.scale:g}"
+            raise world.on_rank_zero(diverged(step, _what_is_not_finite(taken.result(), after)))
+        for buffer, before in statistics:
+            buffer.copy_(before)
+        loss_scale.update(overflow=True)
+    else:
+        taken.result()  # raises
+    for group in state.param_groups:
+        group.optimizer.zero_grad(set_to_none=True)
+    return taken
+
+
+def _gradient(state: TrainState, step: int) -> Tensor:
+    """Leave the gradient of the global batch with the parameter groups; return `_loss_and_norms`."""
     choice = state.slot_choice
     with nullcontext() if choice is None else choice.counters:
         loss_share = _accumulate_gradients(state, step)
@@ -183,44 +213,25 @@ def queue_step(state: TrainState, step: int) -> QueuedStep:
         for gradient in group.row_gradients:
             all_gather_row_gradients(gradient, state.process_groups.data)
     if choice is not None:  # before the norms: what is not chosen has no gradient
-        choice.choose(world)
-    if loss_scale:
-        for group in state.param_groups:
-            group.scale_gradient(1 / loss_scale.scale)
+        choice.choose(state.process_groups.world)
     for group in state.param_groups:
+        if state.loss_scale:
+            group.scale_gradient(1 / state.loss_scale.scale)
         for gradient in group.row_gradients:
             gradient.keep_sums()
-    numbers = _loss_and_norms(state, loss_share)
-    taken = QueuedStep(step, [group.name for group in state.param_groups], to_host(numbers), world)
+    return _loss_and_norms(state, loss_share)
 
-    finite, skip = True, None
-    if state.waits:
-        finite = bool(taken.numbers().isfinite().all())
-    else:
-        skip = state.stopped.logical_or_(~numbers.isfinite().all())
-    if finite:
-        for group, norm in zip(state.param_groups, numbers[1:], strict=True):
-            group.clip_gradient(norm)
-            group.step(step, skip)
-        state.progress.skips = 0
-    elif loss_scale:  # a skipped step leaves no trace
-        taken = replace(taken, skipped=True)
-        state.progress.skips += 1
-        if loss_scale.scale <= FLOOR or state.progress.skips >= MOST_SKIPS:
-            after = f" after {state.progress.skips} skipped steps in a row, at a loss scale of {loss_scale.scale:g}"
-            raise world.on_rank_zero(diverged(step, _what_is_not_finite(taken.result(), after)))
-    else:
-        taken.result()
-    for buffer, before in zip(buffers, buffers_before, strict=True):
-        if skip is not None:
-            buffer.copy_(torch.where(skip > 0, before, buffer))
-        elif not finite:
-            buffer.copy_(before)
-    if loss_scale:
-        loss_scale.update(overflow=not finite)
-    for group in state.param_groups:
-        group.optimizer.zero_grad(set_to_none=True)
-    return taken
+
+def _update(state: TrainState, step: int, numbers: Tensor, skip: Tensor | None = None) -> None:
+    """Clip the gradient of each parameter group by its norm, and update its parameters.
+
+    Args:
+        numbers: `_loss_and_norms`.
+        skip: 0-d; above 0, nothing is updated. None: it is.
+    """
+    for group, norm in zip(state.param_groups, numbers[1:], strict=True):
+        group.clip_gradient(norm)
+        group.step(step, skip)
 
 
 def _accumulate_gradients(state: TrainState, step: int) -> Tensor:

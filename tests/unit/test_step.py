@@ -144,7 +144,9 @@ def moments(state: TrainState) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["mixed", "modern"])
 def test_a_step_without_a_wait_is_the_same_step(tmp_path, write_recipe, kind):
-    """To the bit, or with Muon, which adds up in another way, to rounding."""
+    """To the bit, or with Muon, which adds up in another way, to rounding: where it multiplies in bf16, a hundredth of
+    what a weight moves.
+    """
     recipe = load_recipe(write_recipe(tmp_path, kind), ["optim.clip=0.5", "model.memories.pkm.query_norm=layer"])
     waiting, going_on = state_of(recipe), state_of(recipe)
     going_on.waits = False
@@ -154,10 +156,11 @@ def test_a_step_without_a_wait_is_the_same_step(tmp_path, write_recipe, kind):
         result = train_step(waiting, step)
         assert queued[step - 1].result().loss == pytest.approx(result.loss, rel=1e-5)
         assert queued[step - 1].result().norms == pytest.approx(result.norms, rel=1e-5)
-    close = {"rtol": 1e-3, "atol": 1e-6} if kind == "modern" else {"rtol": 0, "atol": 0}
-    for found, expected in ((weights(going_on), weights(waiting)), (moments(going_on), moments(waiting))):
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, expected[name], **close, msg=name)
+    rtol, of_weights, of_moments = (1e-3, 3e-4, 1e-6) if kind == "modern" else (0, 0, 0)
+    for held, atol in ((weights, of_weights), (moments, of_moments)):
+        expected = held(waiting)
+        for name, tensor in held(going_on).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=rtol, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("where", range(4))
