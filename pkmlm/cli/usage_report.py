@@ -94,11 +94,9 @@ def command(
       torchrun --nproc-per-node 4 -m pkmlm usage-report runs/demo
     """
     from pkmlm.export.config import is_attached
-    from pkmlm.measure.background import count_background
     from pkmlm.report.compare import open_runs
-    from pkmlm.report.tables import background_table, usage_rows, usage_tables
+    from pkmlm.report.tables import usage_rows, usage_tables
     from pkmlm.report.usage_report import Reading, export_usage, run_or_export, usage_reports
-    from pkmlm.runs.directory import RunDirectory
 
     world: World | None = None  # None without a launcher: a stored report needs no torch
     with ExitStack() as stack:
@@ -108,31 +106,24 @@ def command(
             world = stack.enter_context(init_distributed())
             stack.enter_context(world.errors_on_rank_zero())
         runs = open_runs(run_paths, run_or_export)
-        several_reports = len(runs) * len(steps) > 1
-        if export_file is not None and several_reports:
+        one = len(runs) * len(steps) == 1
+        if export_file is not None and not one:
             raise UserError("--export takes one run at one step", "write a file for each")
         if base is not None and (others := [name for name, run in runs.items() if not is_attached(run.path)]):
             raise UserError(f"--base requires an attached memory, and {others[0]} is not one", "leave it out")
-        if background_file is None:
-            context = click.get_current_context()
-            for name in ("batches", "batch_tokens"):
-                if given(context, name):
-                    raise UserError(f"--{name.replace('_', '-')} requires --background", "add --background FILE")
-        elif several_reports or any((out.plots, html, export_file)):
-            raise UserError("--background takes one run at one step, and no --plots, --html or --export")
         out.refuse_plots(force)
-        page, arrays = free_file("--html", html, force), free_file("--export", export_file, force)
         background = free_file("--background", background_file, force)
+        if background is not None:
+            if not one or out.plots or html or export_file:
+                raise UserError("--background takes one run at one step, and no --plots, --html or --export")
+            show_background(run_paths[0], steps[0], choice, batches, batch_tokens, background, out, quiet, world)
+            return
+        for name in ("batches", "batch_tokens"):
+            if given(click.get_current_context(), name):
+                raise UserError(f"--{name.replace('_', '-')} requires --background", "add --background FILE")
+        page, arrays = free_file("--html", html, force), free_file("--export", export_file, force)
         if page is not None and page == arrays:
             raise UserError(f"--html and --export name the same file, {page}", "name two files")
-        if background is not None:
-            run = RunDirectory.existing(run_paths[0])
-            counted = count_background(run, steps[0], choice, batches, batch_tokens, quiet, world)
-            if world is None or world.rank == 0:
-                record = counted.as_json()
-                table = background_table(record)
-                out.show(record, [table], csv=table, write=partial(counted.write, background))
-            return
         choice.refuse_standard_input("a text is read more than once")
         reports = usage_reports(runs, steps, Reading(choice, quiet, world, details=page is not None, base=base))
     if world and world.rank > 0:
@@ -159,3 +150,26 @@ def command(
     out.show(
         {"runs": entries}, usage_tables(entries), csv=usage_rows(entries), draw=draw, write=write, warnings=warnings
     )
+
+
+def show_background(
+    path: str,
+    step: str,
+    choice: "TextChoice",
+    batches: int,
+    batch_tokens: int | None,
+    file: Path,
+    out: Output,
+    quiet: bool,
+    world: "World | None",
+) -> None:
+    """Count in how many batches of a text the slots of a run are read, show a table of it, and write the file."""
+    from pkmlm.measure.background import count_background
+    from pkmlm.report.tables import background_table
+    from pkmlm.runs.directory import RunDirectory
+
+    counted = count_background(RunDirectory.existing(path), step, choice, batches, batch_tokens, quiet, world)
+    if world is None or world.rank == 0:
+        record = counted.as_json()
+        table = background_table(record)
+        out.show(record, [table], csv=table, write=partial(counted.write, file))

@@ -97,16 +97,9 @@ class Cells:
         try:
             recipe = recipe_of(self.tree, overrides)
             if self.grid.equal:
-                if recipe.train.epochs is not None:
-                    raise UserError("train.epochs: found with the grid's equal (expected train.steps, which it scales)")
-                own, asked = self.grid.own(point), recipe.train.steps
-                relative = {str(each): self.relative.get(((*own, each), tuned), 1.0) for each in self.grid.equal}
-                steps = {each: max(1, round(asked * factor)) for each, factor in relative.items()}
-                mine = steps[point[-1]]
-                # One run for all amounts at which it takes as many steps.
-                named = own if mine == asked else (*own, next(each for each in steps if steps[each] == mine))
-                if mine != asked:
-                    overrides.insert(-1, f"train.steps={mine}")
+                steps, named = self._at_its_amount(point, tuned, recipe)
+                if steps != recipe.train.steps:
+                    overrides.insert(-1, f"train.steps={steps}")
                     recipe = recipe_of(self.tree, overrides)
             folders = recipe.data.folders
             if recipe.train.epochs is not None and folders and all(map(holds_tokens, folders)):
@@ -116,6 +109,18 @@ class Cells:
             where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
             raise UserError(f"{where}: {error.message}", error.hint, error.exit_code) from None
         return Cell(point, seed, tuned, tuple(overrides), recipe, named)
+
+    def _at_its_amount(self, point: Point, tuned: str | None, recipe: Recipe) -> tuple[int, Point]:
+        """How many steps a point of a grid with `equal` trains for, and what its run is named by: one run stands for
+        all amounts at which it takes as many steps.
+        """
+        if recipe.train.epochs is not None:
+            raise UserError("train.epochs: found with the grid's equal (expected train.steps, which it scales)")
+        own, asked = self.grid.own(point), recipe.train.steps
+        factors = {str(each): self.relative.get(((*own, each), tuned), 1.0) for each in self.grid.equal}
+        steps = {each: max(1, round(asked * factor)) for each, factor in factors.items()}
+        mine = steps[point[-1]]
+        return mine, own if mine == asked else (*own, next(each for each in steps if steps[each] == mine))
 
     def refuse_missing_data(self) -> None:
         """Refuse tokens without a split that the grid needs: valid, to choose a value, or valid or test, to measure.
