@@ -6,7 +6,7 @@ B: sequences; T: new positions; S: all positions so far; D: model width; V: voca
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -309,30 +309,16 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
         if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != new):
             raise ValueError(f"position_ids has shape {tuple(position_ids.shape)} (expected {tuple(given.shape[:2])})")
         past = 0 if cache is None else int(cache.get_seq_length())
-        if attention_mask is not None and attention_mask.ndim == 2 and bool(attention_mask.all()):
-            attention_mask = None
-        in_order_1T = torch.arange(past, past + new, device=given.device)[None]
-        if attention_mask is None and position_ids is not None and bool((position_ids == in_order_1T).all()):
-            position_ids = None
         if self.training and torch.is_grad_enabled() and any(each.gradient_checkpointing for each in self.blocks):
             use_cache = False  # it would get the keys and values twice
             if cache is not None:
                 raise ValueError("a cache is given, but activations are recomputed (gradient checkpointing)")
-        document_BT = mask_BT = None
-        if attention_mask is not None and attention_mask.ndim == 2:
-            mask_BT = attention_mask[:, past : past + new]
-        if attention_mask is None or mask_BT is not None:  # a mask of four axes says itself what is seen
-            document_BT = documents(position_ids, mask_BT)
-        if document_BT is not None and (cache is not None or use_cache):
-            raise ValueError("documents in a row (by their position_ids) are read without a cache")
-        layout = None
-        if attention_mask is not None or position_ids is not None:
-            layout = layout_of(seen_by(attention_mask, document_BT, in_order_1T), position_ids, mask_BT)
-        longest = past + new if layout is None or document_BT is None else int(positions_of(layout).max()) + 1
-        if longest > self.context:
-            raise ValueError(f"{longest} positions do not fit the context of {self.context}")
+        cached = cache is not None or bool(use_cache)
+        layout, in_a_row, positions = reading_of(attention_mask, position_ids, past, past + new, cached, given.device)
+        if positions > self.context:
+            raise ValueError(f"{positions} positions do not fit the context of {self.context}")
         config: Any = self.config
-        if cache is None and document_BT is None and (config.use_cache if use_cache is None else use_cache):
+        if cache is None and not in_a_row and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache()
         states = []
         for x_BTD in self.states(
@@ -347,6 +333,56 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
         return BaseModelOutputWithPast(
             last_hidden_state=x_BTD, hidden_states=tuple(states) if states else None, **{CACHE: cache}
         )
+
+
+class Reading(NamedTuple):
+    """What the tokens of a call see.
+
+    Attributes:
+        layout: None: each token sees all before it, the first at position 0.
+        in_a_row: whether several documents follow each other.
+        positions: that there are, so far.
+    """
+
+    layout: AttentionLayout | None
+    in_a_row: bool
+    positions: int
+
+
+def reading_of(
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past: int,
+    stop: int,
+    cached: bool,
+    device: torch.device,
+) -> Reading:
+    """What the arguments of a forward ask for.
+
+    Args:
+        attention_mask, position_ids: as given to it.
+        past, stop: the range of the new tokens among all.
+        cached: whether keys and values of the tokens before are there, or are to be kept.
+        device: of these tokens.
+
+    Raises:
+        ValueError: several documents follow each other, and `cached`.
+    """
+    order_1T = torch.arange(past, stop, device=device)[None]
+    if attention_mask is not None and attention_mask.ndim == 2 and bool(attention_mask.all()):
+        attention_mask = None
+    if attention_mask is None and (position_ids is None or bool((position_ids == order_1T).all())):
+        return Reading(None, False, stop)
+    document_BT = mask_BT = None
+    if attention_mask is not None and attention_mask.ndim == 2:
+        mask_BT = attention_mask[:, past:stop]
+    if attention_mask is None or mask_BT is not None:  # a mask of four axes says itself what is seen
+        document_BT = documents(position_ids, mask_BT)
+    if document_BT is not None and cached:
+        raise ValueError("documents in a row (by their position_ids) are read without a cache")
+    layout = layout_of(seen_by(attention_mask, document_BT, order_1T), position_ids, mask_BT)
+    positions = stop if document_BT is None else int(positions_of(layout).max()) + 1
+    return Reading(layout, document_BT is not None, positions)
 
 
 def in_fp32(memory: nn.Module, inputs: Any) -> Any:
