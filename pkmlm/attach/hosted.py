@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.attach.hosts import block_owner, find_blocks, text_config, vocabulary_of
-from pkmlm.attach.places import attachments_of, insert
-from pkmlm.attach.saved import check_base, read_facts, read_weights, saved_spec
+from pkmlm.attach.places import Attached, attachments_of, insert
+from pkmlm.attach.saved import Facts, check_base, read_facts, read_weights, saved_spec
 from pkmlm.attach.tokens import CACHES, host_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
@@ -114,33 +114,48 @@ def open_attached(path: Path, base: str | Path | None, device: torch.device) -> 
         UserError: `base` is not a `transformers` model, or is another one; (exit code 1) a folder is damaged.
     """
     facts = read_facts(path)
-    if base is not None:
-        base = Path(base)
-    else:
-        base = Path(facts["base"]["name"])
-        if not facts["base"]["name"] or not base.is_dir():
-            name = " ".join(filter(None, (facts["base"]["architecture"], facts["base"]["name"])))
-            message = f"{path} is attached to {name}, whose folder was not found"
-            raise UserError(message, "give the folder of that model: --base DIR")
-    host = load_host(base, facts["base"]["dtype"])
+    folder = recorded_base(path, facts) if base is None else Path(base)
+    host = load_host(folder, facts["base"]["dtype"])
     check_base(path, facts, host)
     host.to(device)
     attached = insert(host, saved_spec(path, facts), facts["layers"], facts["mode"])
     read_weights(path, facts, attached)
     host.eval()
-    model = Hosted(host)
-    file = tokenizer_file(base)
-    if not file.is_file():
-        expected = f"expected {' or '.join(TOKENIZERS)}"
-        raise UserError(f"--base {base} has no tokenizer ({expected})", "save it there: tokenizer.save_pretrained(DIR)")
-    config, tokenizer = text_config(host), Tokenizer.load(base)
+    model, tokenizer = Hosted(host), tokenizer_of(folder)
     if (ids := attached.token_ids) is not None and not torch.equal(ids.ids_V.cpu(), host_ids(host, ids.ids, tokenizer)):
         message = f"{path}: its {ids.ids} ids are not those that {tokenizer.name} and this Python's Unicode give"
         hint = "put the tokenizer that it was attached with into the model's folder, or use the same Python version"
         raise UserError(message, hint)
+    begin = getattr(text_config(host), "bos_token_id", None)
+    begin = begin if isinstance(begin, int) and 0 <= begin < vocabulary_of(host) else None
+    recipe = Recipe(name=path.resolve().name, model=shape_of(model, attached))
+    return LoadedRun(path, facts["step"], 0, recipe, model, tokenizer, device, begin=begin)
+
+
+def recorded_base(path: Path, facts: Facts) -> Path:
+    """The folder of the model that an attachment records."""
+    name = facts["base"]["name"]
+    if not name or not Path(name).is_dir():
+        found = " ".join(filter(None, (facts["base"]["architecture"], name)))
+        message = f"{path} is attached to {found}, whose folder was not found"
+        raise UserError(message, "give the folder of that model: --base DIR")
+    return Path(name)
+
+
+def tokenizer_of(base: Path) -> Tokenizer:
+    """The tokenizer in a model's folder."""
+    if not tokenizer_file(base).is_file():
+        expected = f"expected {' or '.join(TOKENIZERS)}"
+        raise UserError(f"--base {base} has no tokenizer ({expected})", "save it there: tokenizer.save_pretrained(DIR)")
+    return Tokenizer.load(base)
+
+
+def shape_of(model: Hosted, attached: Attached) -> Model:
+    """The section `model` of a recipe for a network with a memory attached."""
+    config = text_config(model.host)
     beside = "+" * (attached.place == "beside")
     spec = replace(attached.spec, layers=tuple(f"{layer}{beside}" for layer in attached.layers))
-    shape = Model(
+    return Model(
         vocab_size=model.embedding.num_embeddings,
         dim=config.hidden_size,
         layers=len(model.blocks),
@@ -148,9 +163,6 @@ def open_attached(path: Path, base: str | Path | None, device: torch.device) -> 
         context=model.context,
         memories={attached.name: spec} if memories(attached) else {},
     )
-    recipe, begin = Recipe(name=path.resolve().name, model=shape), getattr(config, "bos_token_id", None)
-    begin = begin if isinstance(begin, int) and 0 <= begin < vocabulary_of(host) else None
-    return LoadedRun(path, facts["step"], 0, recipe, model, tokenizer, device, begin=begin)
 
 
 def load_host(path: Path, dtype: str) -> Any:

@@ -272,7 +272,7 @@ def test_a_layer_that_does_not_fit_is_refused_and_left_alone():
         (pkmlm.TokenMemory(32, vocab_size=16), [1], "has 16 rows (expected 100"),
         (made(32, **{**small, "query_norm": "batch"}), [1], "padding"),
         (made(32, **small).bfloat16(), [1], "bfloat16"),
-        (pkmlm.HashLayer(32, 32, bits=4), [1], "kind hash is qkv and ffn"),
+        (pkmlm.HashLayer(32, 32, bits=4), [1], "kind hash takes the place of qkv and ffn"),
     ):
         model = base()
         fresh = left_on(model)
@@ -970,14 +970,14 @@ def test_a_base_that_lacks_weights_is_refused(tmp_path):
         (KEYS, {"layers": ["2+"]}, "from 1 to 2"),
         (KEYS, {"layers": [True]}, "from 1 to 2"),
         (KEYS, {"layers": [2, 2]}, "each block once"),
-        (KEYS, {}, "layers is None"),
+        (KEYS, {}, "layers is missing"),
         (KEYS, {"layers": [1], "mode": "beside"}, "add or replace"),
         (KEYS, {"layers": [1], "freeze": "no"}, "freeze is 'no' (expected True or False)"),
         ({**KEYS, "optim": {"lr": 1e-3}}, {"layers": [1]}, "`optimizer`"),
         ({**KEYS, "expert": "relu"}, {"layers": [1]}, "unknown key expert"),
         (KEYS, {"layers": [1], "tokenizer": "."}, "no canonical ids"),
         (HASH, {"layers": [1]}, "expected replace"),
-        ({**HASH, "parts": ["qkv"]}, {"layers": [1], "mode": "replace"}, "kind hash is qkv"),
+        ({**HASH, "parts": ["qkv"]}, {"layers": [1], "mode": "replace"}, "kind hash takes the place of qkv"),
         ({**HASH, "bits": 5}, {"layers": [1], "mode": "replace"}, "a divisor of 32"),
         (NGRAMS, {"layers": [1], "mode": "replace"}, "expected add"),
         ({**NGRAMS, "rows": 100}, {"layers": [1]}, "a prime, such as 101"),
