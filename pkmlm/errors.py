@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,8 @@ class UserError(Exception):
         self.message = message
         self.hint = hint
         self.exit_code = exit_code
+        if hint and sys.version_info >= (3, 11):
+            self.add_note(f"hint: {hint}")  # shown under a traceback, in Python
 
 
 class NotFinite(UserError):

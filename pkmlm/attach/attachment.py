@@ -159,7 +159,8 @@ class Attachment:
 
     def __repr__(self) -> str:
         module, weights = self.module, sum(weight.numel() for weight in self.module.parameters())
-        where = f"mode {module.mode} at blocks {', '.join(map(str, module.layers))} of {type(self.model).__name__}"
+        blocks = f"block{'s' * (len(module.layers) > 1)} {', '.join(map(str, module.layers))}"
+        where = f"mode {module.mode} at {blocks} of {type(self.model).__name__}"
         sizes = f"{module.spec.describe()}, {weights:,} parameters"
         return f"Attachment({module.name}, {module.spec.kind}: {sizes}; {where}; step {self.step})"
 

@@ -17,7 +17,8 @@ from pkmlm.data.tokenizer_file import BYTE_LEVEL_FILE
 from pkmlm.errors import UserError
 from pkmlm.files import check_json
 
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what tokenizers call the end of a text
+# What tokenizers call the end of a text, and those of chats the end of a turn.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
 HINT = "a tokenizer.json must be a byte-level BPE, such as GPT-2's"
 SENTENCEPIECE_HINT = "it was made of a SentencePiece model: give that model, mostly a file called tokenizer.model"
 # How vocabularies write bytes: those that are printable in Latin-1 as that character, the others as U+0100, U+0101, ...
@@ -191,7 +192,7 @@ def end_of(tokens: Sequence[AddedToken], name: str) -> str:
     if end is None:
         raise UserError(
             f"{name} has no token that ends a text (expected a special token {' or '.join(ENDS)})",
-            'add one and save it again: tokenizer.add_special_tokens(["<|endoftext|>"])',
+            'tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"}) of transformers adds one; save it again',
         )
     return end
 

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.data.tokenizer_file import tokenizer_file
+from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError, read_errors
 from pkmlm.files import open_file, read_bytes, sha256_of, size_of, write_json
 
@@ -390,4 +390,7 @@ def open_tokenizer(folders: Folders) -> Tokenizer:
     """
     folder, index = read_indexes(folders)[0]
     path = tokenizer_file(folder)
+    if not path.exists():
+        message = f"{folder} has lost its tokenizer (expected {' or '.join(TOKENIZERS)})"
+        raise UserError(message, "copy the folder of tokens again, or tokenize again", exit_code=1)
     return Tokenizer(read_checked(path, index.tokenizer_sha256), str(path))

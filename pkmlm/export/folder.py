@@ -90,8 +90,8 @@ def check_free(path: Path, force: bool) -> None:
         found = None
     ours = found == MODEL_TYPE or (found in ARCHITECTURES and (path / MANIFEST).exists())
     if entries and not ours:
-        expected = f"expected {CONFIG} with model_type {MODEL_TYPE!r}"
-        raise UserError(f"-o {path} is not an export that --force could replace ({expected})", "choose another folder")
+        message = f"-o {path} is not an export that --force could replace (expected what `pkmlm export` wrote)"
+        raise UserError(message, "choose another folder")
 
 
 def listed(path: Path) -> list[str]:
@@ -291,8 +291,11 @@ def open_slices(path: Path, prefix: str, head: str) -> Iterator[dict[str, Any]]:
         UserError: (exit code 1) a file is missing or damaged.
     """
     with contextlib.ExitStack() as stack:
+        names = weight_files(path)
+        if missing := sorted(name for name in names if not (path / name).exists()):
+            raise UserError(f"{path / missing[0]} is missing", "copy the folder again", exit_code=1)
         try:
-            files = [stack.enter_context(open_safetensors(path / name)) for name in sorted(weight_files(path))]
+            files = [stack.enter_context(open_safetensors(path / name)) for name in sorted(names)]
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read the weights of {path}: {error}", hint_of(path), exit_code=1) from None
         found = {unwrapped(name): file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118

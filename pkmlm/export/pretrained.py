@@ -82,7 +82,8 @@ def read_pretrained(folder: Path) -> Pretrained:
     file = folder / CONFIG
     if not file.is_file():
         what = f"holds no {CONFIG}" if folder.is_dir() else "is not a folder"
-        raise UserError(f"{printable(str(folder))} {what} (expected a pretrained model of transformers)")
+        hint = "it is a run: commands take it as it is" if RunDirectory(folder).recipe_file.is_file() else ""
+        raise UserError(f"{printable(str(folder))} {what} (expected a pretrained model of transformers)", hint)
     config = read_json(file, "the model's configuration", DAMAGED, exit_code=1)
     found = config.get("model_type") if isinstance(config, dict) else None
     if found == MODEL_TYPE:

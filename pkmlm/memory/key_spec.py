@@ -61,7 +61,7 @@ class KeySpec(Spec):
     layers: tuple[str, ...] = key(
         (),
         "layers with this memory, counted from 1: 5 in place of the FFN, 5+ beside it; all, or auto:2, which spreads "
-        "two evenly",
+        "two evenly, or auto:2+",
     )
     num_keys: int = size(512, "n: there are n^2 slots")
     heads: int = size(4, "memory heads; all share the values, each has its own keys and queries")

@@ -132,6 +132,7 @@ def check_micro_batches(check: Check, recipe: Recipe, ranks: int = 1) -> None:
             divisible if sequences % ranks else f"a divisor of {sequences // ranks}",
             "train.batch_tokens",
             "model.context",
+            hint="" if sequences % ranks else f"-s train.micro_batch={math.gcd(micro_batch, sequences // ranks)} does",
         )
 
 

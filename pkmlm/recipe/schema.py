@@ -449,8 +449,20 @@ def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(before: Recipe, now: Recipe) -> dict[str, tuple[str, str]]:
-    """The keys in which two recipes differ, each with both values as YAML: "absent" where a recipe lacks the memory."""
-    old, new = ({key: scalar_text(value) for key, value in flatten(each).items()} for each in (before, now))
+    """The keys in which two recipes differ, each with both values as YAML; a memory that one of them lacks is one key,
+    "present" or "absent".
+    """
+    of_both = before.model.memories.keys() & now.model.memories.keys()
+
+    def values(recipe: Recipe) -> dict[str, str]:
+        found = {key: scalar_text(value) for key, value in flatten(recipe).items()}
+        for name in recipe.model.memories.keys() - of_both:
+            dotted = f"model.memories.{name}"
+            found = {key: value for key, value in found.items() if not key.startswith(f"{dotted}.")}
+            found[dotted] = "present"
+        return found
+
+    old, new = values(before), values(now)
     pairs = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in {**old, **new}}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -247,11 +247,11 @@ def seedless(recipe: Recipe) -> str:
 def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts], evaluations: Sequence[Facts]) -> Facts:
     """What is known of a run with the events `metrics` and these evaluations; None where a measurement is missing.
 
-    Keys: run, kind, dim, layers, lr (the peak), seed, init_from (the run whose weights it started from), tokenizer,
-    train_tokens_sha256 and valid_tokens_sha256 (the sha256 of what it was trained with, trained on and validated on),
-    valid_tokens (of each validation; None: all), dense, memory, read_per_token, total (parameters), status, step,
-    tokens (trained so far), tokens_per_second (median over steps), seconds (in training steps, up to the latest
-    checkpoint, or to the end if that is gone), valid_step, valid_loss (nats per token), valid_token_ppl,
+    Keys: run, kind, dim, layers, context, lr (the peak), seed, init_from (the run whose weights it started from),
+    tokenizer, train_tokens_sha256 and valid_tokens_sha256 (the sha256 of what it was trained with, trained on and
+    validated on), valid_tokens (of each validation; None: all), dense, memory, read_per_token, total (parameters),
+    status, step, tokens (trained so far), tokens_per_second (median over steps), seconds (in training steps, up to the
+    latest checkpoint, or to the end if that is gone), valid_step, valid_loss (nats per token), valid_token_ppl,
     valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl, test_bits_per_byte (of the
     evaluation of the test split at the highest step), test_text_sha256 (of what it read), tasks_step, tasks ({name:
     {"acc", ...}}, see `task_scores`), usage_step, usage (memories of the usage report of the test split at the highest
@@ -273,6 +273,7 @@ def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts], evaluation
         "kind": " + ".join(recipe.model.kinds) or "dense",
         "dim": recipe.model.dim,
         "layers": recipe.model.layers,
+        "context": recipe.model.context,
         "lr": recipe.optim.lr,
         "seed": recipe.train.seed,
         "init_from": recipe.train.init_from,
@@ -340,6 +341,7 @@ def differences(facts: Sequence[Facts]) -> list[str]:
         rows = {label: (task.get("data") or {}).get("sha256") for label, task in asked.items()}
         values[f"different numbers of examples before a question of {name}"] = shots
         values[f"different files with the rows of {name}"] = rows
+    values["different contexts: a longer one alone lowers perplexity"] = of_each("context")
     warnings = [
         f"{what} ({'; '.join(map(', '.join, several.values()))})"
         for what, found in values.items()

@@ -19,7 +19,7 @@ from pkmlm.runs.results import average_accuracy
 
 Entry = dict[str, Any]
 
-COLLISIONS = "N-grams: the share that is alone in its row of one table, of any table"
+COLLISIONS = "N-grams: the share that has a row to itself, in one table and in any"
 ALONE = ("order", "distinct", "rows", "alone", "alone_expected", "alone_in_any", "alone_in_any_expected")
 AMOUNTS = {"tokens": "{:,.0f}", "operations": "{:.4g}", "seconds": "{:,.3f}"}
 ENOUGH = 10  # fewest slots for which the shuffled count is shown: a single slot would get its own contexts back
@@ -451,7 +451,8 @@ def probe_notes(record: Entry) -> str:
     if interval["units"] > 1:
         notes.append(f"from, to: {interval['level']:.0%} bootstrap over {interval['units']:,} {interval['over']}")
     zero, token, bigram = (memory["probes"][name] for name in ("zero", "token_mean", "bigram_mean"))
-    what = "All memories are" if memory["memory"] == "all" else "The memory is"
+    several = len({each["memory"] for each in record["memories"]} - {"all"}) > 1
+    what = "All memories together are" if several else "The memory is"
     if zero["share"] is None:
         harms = zero["high"] is not None and zero["high"] < 0
         worth = "worse than nothing" if harms else "worth nothing"

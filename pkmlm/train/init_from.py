@@ -73,7 +73,7 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
     if HEAD in missing:
         parts.append("untied_head starts as a copy of the embedding, which is the head there")
     if drawn := missing - {HEAD}:
-        parts.append(f"not in {source.path}, so initialized anew: {_modules(drawn, loaded)}")
+        parts.append(f"new here, not in {source.path}: {_modules(drawn, loaded)}")
     if unexpected:
         parts.append(f"has no place in this model, so left out: {_modules(unexpected, loaded)}")
     if job.background is not None and job.background.checkpoint != checkpoint_digest(path):

@@ -139,6 +139,7 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "kind": "product-key",
         "dim": 16,
         "layers": 2,
+        "context": 32,
         "lr": 1e-3,
         "seed": 1,
         "init_from": None,
@@ -220,7 +221,7 @@ def test_missing_pieces_show_as_a_dash(run: Path, tmp_path: Path) -> None:
     (found,) = facts(bare)
     assert found["kind"] == "hash"
     known = {key for key, value in found.items() if value not in (None, [], {})}
-    assert known == {"run", "kind", "dim", "layers", "lr", "seed"}
+    assert known == {"run", "kind", "dim", "layers", "context", "lr", "seed"}
     assert pkmlm("compare", bare).stdout.splitlines()[-1].split() == ["bare", "hash"] + ["-"] * 4
     text = pkmlm("compare", run, bare).stdout
     assert [line.split()[1:3] for line in text.splitlines() if line.startswith("bare")] == [

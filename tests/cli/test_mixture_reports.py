@@ -152,7 +152,7 @@ def test_probes_are_of_layers_parts_and_whole_memories(run: Path, tmp_path: Path
     assert zero == pytest.approx(without.nats_per_token - record["real"]["nats"], abs=1e-9)
     drawn = [found[each]["probes"]["random_slots"]["nats"] for each in (("large", 3, None), ("small", 3, None))]
     assert len(set(drawn)) == 2
-    assert "All memories are" in probe_notes(record)
+    assert "All memories together are" in probe_notes(record)
 
 
 @pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here")

@@ -171,7 +171,7 @@ def test_resume_rules(tmp_path, write_recipe, trained):
     assert "--resume never" in pkmlm("train", recipe, "-o", done, "--resume", "never", code=2).stderr
     changes = ["-s", "optim.lr=1e-3", "-s", "log.every=3", "-s", "model.memories.tables={kind: hash, layers: 1}"]
     said = pkmlm("train", recipe, "-o", done, *changes, code=2).stderr
-    for change in ("tables.layers was absent and is now [1]", "optim.lr was 0.003 and is now 0.001"):
+    for change in ("model.memories.tables was absent and is now present", "optim.lr was 0.003 and is now 0.001"):
         assert change in said
     assert "log.every" not in said
     shutil.copytree(done, bare)
@@ -410,7 +410,7 @@ def test_a_memory_is_added_to_a_trained_model(tmp_path, write_recipe, trained):
         "-s",
         "model.memories.pkm.layers=2+",
     ]
-    warned = "initialized anew: pkm (layer 2)"
+    warned = f"new here, not in {trained('dense')}: pkm (layer 2)"
     assert pkmlm(*train, "-s", "train.steps=1").stderr.count(warned) == 1
     first = float.fromhex(losses(run)[0][2])
     last = float.fromhex(losses(trained("dense"))[-2][2])
@@ -473,7 +473,7 @@ def test_tokens_without_a_valid_split_are_warned_of(tmp_path, novels, write_reci
     pkmlm("tokenize", novels / "train.txt", "--tokenizer", kept, "-o", tmp_path / "tokens", "-q")
     run = ["train", write_recipe(tmp_path, "product-key"), "-o", tmp_path / "run", "-q", "-s", "train.steps=6"]
     said = pkmlm(*run, "-s", f"data.dir={tmp_path / 'tokens'}", "-s", "eval.patience=2").stderr
-    assert re.match("warning: step 0: .*no valid split.*eval.patience", said)
+    assert re.match("warning: step 0: .*no valid split", said)
 
 
 def test_a_dry_run_is_in_the_precision_that_auto_is(tmp_path, write_recipe, monkeypatch, capsys):

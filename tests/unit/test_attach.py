@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -983,6 +984,7 @@ def test_a_base_that_lacks_weights_is_refused(tmp_path):
         ({**NGRAMS, "rows": 100}, {"layers": [1]}, "a prime, such as 101"),
         ({**NGRAMS, "fusion": "add"}, {"layers": [1]}, "row_dim"),
         ({**NGRAMS, "topk": 3}, {"layers": [1]}, "topk"),
+        ({**NGRAMS, "canonical": True}, {"layers": [1], "tokenizer": object()}, "tokenizer is a object"),
         ({**NGRAMS, "canonical": True}, {"layers": [1]}, "tokenizer=DIR"),
     ],
 )
@@ -992,6 +994,8 @@ def test_what_cannot_be_attached_says_why_and_leaves_the_model_alone(memory, how
     with pytest.raises(UserError) as error:
         pkmlm.attach(model, memory, **how)
     assert says in error.value.message + error.value.hint
+    if sys.version_info >= (3, 11):  # under a traceback, in Python
+        assert getattr(error.value, "__notes__", []) == [f"hint: {error.value.hint}"] * bool(error.value.hint)
     assert torch.equal(logits(model), before)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
