@@ -155,12 +155,7 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str], known: Sequen
     if name:
         places[name] = node.place
     if NoneType in get_args(kind):
-        kind, *lists = (option for option in get_args(kind) if option is not NoneType)
-        if lists and not node.is_null:  # one text, or a list of texts
-            items = node.value if isinstance(node.value, list) else [node]
-            if not items or not all(isinstance(item.value, str) and not item.is_null for item in items):
-                raise wrong(node, name, f"{type_text(kind)} or {type_text(lists[0])}")
-            kind = lists[0] if isinstance(node.value, list) else kind
+        kind = kind_of_optional(node, kind, name)
     if kind is Node:
         return node
     if kind == Memories:
@@ -169,28 +164,53 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str], known: Sequen
         return bind_section(node, kind, name, places, known)
     if node.is_null:
         return None
-    args = get_args(kind)
-    if get_origin(kind) is dict and isinstance(node.value, dict):
-        return {key: bind(child, args[1], f"{name}.{key}", places, known) for key, child in node.value.items()}
     if get_origin(kind) is tuple:
-        any_length = args[-1] is Ellipsis
-        if any_length and not isinstance(node.value, list) and (is_dataclass(args[0]) or isinstance(node.value, str)):
-            return (bind(node, args[0], f"{name}.0", places, known),)  # one value stands for a list of one
-        if not isinstance(node.value, list) or not (any_length or len(node.value) == len(args)):
-            raise wrong(node, name, "a list" if any_length else f"a list of {len(args)}")
-        kinds = [args[0]] * len(node.value) if any_length else args
-        return tuple(
-            bind(item, each, f"{name}.{number}", places, known)
-            for number, (item, each) in enumerate(zip(node.value, kinds, strict=True))
-        )
-    if not isinstance(node.value, str):
-        return node.value  # its section refuses it
+        return bind_list(node, get_args(kind), name, places, known)
+    if get_origin(kind) is dict and isinstance(node.value, dict):
+        (_, item) = get_args(kind)
+        return {key: bind(child, item, f"{name}.{key}", places, known) for key, child in node.value.items()}
+    return bind_scalar(node, kind, name)
+
+
+def kind_of_optional(node: Node, kind: Any, name: str) -> Any:
+    """The type of a key that may be null, for a node: of one text or a list of texts, the one that it is."""
+    kind, *lists = (option for option in get_args(kind) if option is not NoneType)
+    if not lists or node.is_null:
+        return kind
+    items = node.value if isinstance(node.value, list) else [node]
+    if not items or not all(isinstance(item.value, str) and not item.is_null for item in items):
+        raise wrong(node, name, f"{type_text(kind)} or {type_text(lists[0])}")
+    return lists[0] if isinstance(node.value, list) else kind
+
+
+def bind_list(
+    node: Node, args: tuple[Any, ...], name: str, places: dict[str, str], known: Sequence[str]
+) -> tuple[Any, ...]:
+    """Convert a list to a tuple with items of types `args`; a single value stands for a list of one."""
+    any_length = args[-1] is Ellipsis
+    if any_length and not isinstance(node.value, list) and (is_dataclass(args[0]) or isinstance(node.value, str)):
+        return (bind(node, args[0], f"{name}.0", places, known),)
+    if not isinstance(node.value, list) or not (any_length or len(node.value) == len(args)):
+        raise wrong(node, name, "a list" if any_length else f"a list of {len(args)}")
+    kinds = [args[0]] * len(node.value) if any_length else args
+    return tuple(
+        bind(item, each, f"{name}.{number}", places, known)
+        for number, (item, each) in enumerate(zip(node.value, kinds, strict=True))
+    )
+
+
+def bind_scalar(node: Node, kind: Any, name: str) -> Any:
+    """Convert a scalar to a bool, a number or a text. What is not of its type is left for its section to refuse."""
     text = node.value
+    if not isinstance(text, str):
+        return text
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(f"{node.place}: {name}: the text holds a character that no file can hold (NUL or a surrogate)")
-    if kind is bool and not node.quoted and text in ("true", "false"):
+    if node.quoted:
+        return text
+    if kind is bool and text in ("true", "false"):
         return text == "true"
-    if not node.quoted and ((kind is int and INTEGER.fullmatch(text)) or (kind is float and NUMBER.fullmatch(text))):
+    if (kind is int and INTEGER.fullmatch(text)) or (kind is float and NUMBER.fullmatch(text)):
         if len(text) > MAX_DIGITS:
             raise wrong(node, name, f"a number of at most {MAX_DIGITS} digits")
         return kind(text)
