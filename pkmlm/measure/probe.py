@@ -202,53 +202,83 @@ class Means:
         most: int,
         advance: Advance,
     ):
-        vocabulary, self.device = model.embedding.num_embeddings, next(model.parameters()).device
         ids_PT = evenly_spaced(corpus, model.context, most)
         self.tokens = ids_PT.size
-        # Tokens and pairs of the text are keys; the means are in the order of the keys, tokens first.
+        keys = MeanKeys.of(ids_PT, text, model.embedding.num_embeddings)
+        device = next(model.parameters()).device
+        self.token_N, self.pair_N = (torch.from_numpy(each).to(device) for each in (keys.token_N, keys.pair_N))
+        self.means = mean_answers(model, group, ids_PT, keys, advance)
+
+
+class MeanKeys(NamedTuple):
+    """What a mean answer is of: a token of the text, or a pair that is frequent in what the means are over.
+
+    Attributes:
+        last: how many such means there are, tokens first; the next one is that over all positions.
+        counting: (P, T) each, of the positions that the means are over: which means one counts for besides that last
+            one, its token's and its pair's; -1: none.
+        token_N, pair_N: which mean each position of the text takes for its token, and for its pair.
+    """
+
+    last: int
+    counting: list[Ints]
+    token_N: Ints
+    pair_N: Ints
+
+    @classmethod
+    def of(cls, ids_PT: Ints, text: Text, vocabulary: int) -> "MeanKeys":
+        """The keys of means over these tokens, for a text."""
         pairs_PT = np.full(ids_PT.shape, -1)
         pairs_PT[:, 1:] = ids_PT[:, :-1] * vocabulary + ids_PT[:, 1:]
         tokens, pairs_N = np.intersect1d(text.tokens_N, ids_PT), text.pairs_N(vocabulary)
         found, counts = np.unique(pairs_PT[pairs_PT >= 0], return_counts=True)
         pairs = np.intersect1d(found[counts >= PAIR_LEAST], pairs_N)
         last = len(tokens) + len(pairs)
-        # Which means a position of the split counts for besides the last one: its token's and its pair's, (P, T) each.
         of_pairs = places(pairs, pairs_PT)
-        rows = [places(tokens, ids_PT), np.where(of_pairs < 0, -1, of_pairs + len(tokens))]
+        counting = [places(tokens, ids_PT), np.where(of_pairs < 0, -1, of_pairs + len(tokens))]
         token_N, pair_N = places(tokens, text.tokens_N), places(pairs, pairs_N)
         token_N = np.where(token_N < 0, last, token_N)
-        pair_N = np.where(pair_N < 0, token_N, pair_N + len(tokens))
-        self.token_N, self.pair_N = (torch.from_numpy(each).to(self.device) for each in (token_N, pair_N))
+        return cls(last, counting, token_N, np.where(pair_N < 0, token_N, pair_N + len(tokens)))
 
-        sums: dict[SparseMemory, Tensor] = {}
-        kinds: dict[SparseMemory, torch.dtype] = {}
-        free, needed = free_bytes(self.device), 0
 
-        def add(memory: SparseMemory, own: Tensor) -> None:
-            nonlocal needed
-            own_NW = own.flatten(0, 1).double()
-            if memory not in sums:
-                needed += 8 * (last + 1) * own_NW.shape[1]
-                if needed > free:
-                    message = f"the mean answers need {needed / 1e9:.1f} GB or more, {free / 1e9:.1f} GB are free"
-                    raise UserError(message, "give a smaller --fit-tokens or a shorter text", exit_code=1)
-                sums[memory], kinds[memory] = own_NW.new_zeros(last + 1, own_NW.shape[1]), own.dtype
-            sums[memory][last] += own_NW.sum(0)
-            for at_BT in batch:
-                at_N = torch.from_numpy(at_BT).to(own.device).flatten()
-                sums[memory].index_add_(0, at_N[at_N >= 0], own_NW[at_N >= 0])
+def mean_answers(
+    model: LanguageModel, group: Sequence[SparseMemory], ids_PT: Ints, keys: MeanKeys, advance: Advance
+) -> dict[SparseMemory, Tensor]:
+    """The mean answers of each memory (keys.last + 1, W) over positions, in the dtype of its answers.
 
-        with answers_from(group, add):
-            for start in range(0, len(ids_PT), BATCH):
-                batch = [at_PT[start : start + BATCH] for at_PT in rows]
-                ids_BT = ids_PT[start : start + BATCH]
-                model.hidden(torch.from_numpy(ids_BT).to(self.device))
-                advance(ids_BT.size)
-        counted = np.concatenate([at_PT[at_PT >= 0] for at_PT in rows])
-        counts = np.bincount(counted, minlength=last + 1)
-        counts[last] = ids_PT.size
-        counts_R1 = torch.from_numpy(counts).to(self.device)[:, None]
-        self.means = {memory: sums.pop(memory).div_(counts_R1).to(kinds[memory]) for memory in group}
+    Raises:
+        UserError: (exit code 1) there is too little memory for them.
+    """
+    device = next(model.parameters()).device
+    sums: dict[SparseMemory, Tensor] = {}
+    kinds: dict[SparseMemory, torch.dtype] = {}
+    free, needed = free_bytes(device), 0
+
+    def add(memory: SparseMemory, own: Tensor) -> None:
+        nonlocal needed
+        own_NW = own.flatten(0, 1).double()
+        if memory not in sums:
+            needed += 8 * (keys.last + 1) * own_NW.shape[1]
+            if needed > free:
+                message = f"the mean answers need {needed / 1e9:.1f} GB or more, {free / 1e9:.1f} GB are free"
+                raise UserError(message, "give a smaller --fit-tokens or a shorter text", exit_code=1)
+            sums[memory], kinds[memory] = own_NW.new_zeros(keys.last + 1, own_NW.shape[1]), own.dtype
+        sums[memory][keys.last] += own_NW.sum(0)
+        for at_BT in batch:
+            at_N = torch.from_numpy(at_BT).to(own.device).flatten()
+            sums[memory].index_add_(0, at_N[at_N >= 0], own_NW[at_N >= 0])
+
+    with answers_from(group, add):
+        for start in range(0, len(ids_PT), BATCH):
+            batch = [at_PT[start : start + BATCH] for at_PT in keys.counting]
+            ids_BT = ids_PT[start : start + BATCH]
+            model.hidden(torch.from_numpy(ids_BT).to(device))
+            advance(ids_BT.size)
+    counted = np.concatenate([at_PT[at_PT >= 0] for at_PT in keys.counting])
+    counts = np.bincount(counted, minlength=keys.last + 1)
+    counts[keys.last] = ids_PT.size
+    counts_R1 = torch.from_numpy(counts).to(device)[:, None]
+    return {memory: sums.pop(memory).div_(counts_R1).to(kinds[memory]) for memory in group}
 
 
 def evenly_spaced(corpus: Corpus, length: int, most: int) -> Ints:
