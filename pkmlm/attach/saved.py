@@ -153,7 +153,7 @@ def read_weights(path: Path, facts: Facts, attached: Attached) -> None:
         UserError: what is attached is of another kind or shape.
     """
     expected: dict[str, Any] = {**facts["arguments"], **facts}
-    found = {**arguments_of(attached.spec), "kind": attached.spec.kind}
+    found = {"kind": attached.spec.kind, **arguments_of(attached.spec)}
     for key, value in {**found, "layers": attached.layers, "mode": attached.mode, "dim": attached.dim}.items():
         if value != expected.get(key):
             message = f"{path}: {key} is {expected.get(key)} (found {value} here)"
