@@ -241,7 +241,8 @@ def check_settings(
     found += [(f"betas[{index}]", beta, 1.0) for index, beta in enumerate(betas)]
     for name, value, end in found:
         if not (isinstance(value, Real) and 0 <= value < end):
-            raise ValueError(f"{name} is {value!r} (expected a number {'of 0 or more' if end == inf else 'from 0 to below 1'})")
+            expected = "of 0 or more" if end == inf else "from 0 to below 1"
+            raise ValueError(f"{name} is {value!r} (expected a number {expected})")
 
 
 def update_rows(table: Values, move: Callable[[Tensor, Tensor | None, RowGradient], None]) -> None:
