@@ -42,7 +42,7 @@ def find_tokenizer(model: nn.Module, given: str | Path | None) -> Tokenizer:
         UserError: there is none, or its kind is not supported.
     """
     if not isinstance(given, str | Path | None):
-        message = f"tokenizer is a {type(given).__name__} (expected the file or folder of the model's tokenizer)"
+        message = f"tokenizer has type {type(given).__name__} (expected the file or folder of the model's tokenizer)"
         raise UserError(message, "save it, and give the folder: tokenizer.save_pretrained(DIR)")
     name = str(given or getattr(model.config, "_name_or_path", ""))
     file = tokenizer_file(Path(name)) if Path(name).is_dir() else Path(name)

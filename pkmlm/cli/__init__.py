@@ -142,6 +142,7 @@ def main() -> None:
     except Exception as error:
         code = report_error(error)
         if code and settings.get("verbose"):
+            vars(error).pop("__notes__", None)  # the hint, which is shown already
             traceback.print_exception(error)
     sys.exit(code if isinstance(code, int) else 0)
 

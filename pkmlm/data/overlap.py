@@ -18,9 +18,9 @@ def overlap_warnings(splits: Mapping[str, Corpus], tokenizer: Tokenizer) -> list
     warnings = []
     for earlier, later, shared, documents in overlaps(splits, tokenizer):
         if shared:
-            occur = "also occurs" if shared == 1 else "also occur"
-            found = f"{shared:,} of the {documents:,} {later} documents of at least {LEAST} tokens"
-            warnings.append(f"{found} {occur} word for word in {earlier}")
+            occurs = "also occurs" if shared == 1 else "also occur"
+            found = f"{shared:,} of {documents:,} {later} document{'s' * (documents != 1)} of at least {LEAST} tokens"
+            warnings.append(f"{found} {occurs} word for word in {earlier}")
     return warnings
 
 

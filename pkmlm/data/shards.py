@@ -30,7 +30,7 @@ BATCH_CHUNKS = 1 << 13
 NAMED = 20  # files in a warning
 LEARNING = "tokenizer"  # the stage of `tokenize` that learns one; the other stages are the splits
 
-Progress = Callable[[str, int, int | None], None]  # takes a stage, the bytes of its files that are read, and their sum
+Progress = Callable[[str, int, int | None], None]  # takes a stage, the bytes of it that are done, and all
 Warn = Callable[[str], None]
 
 
@@ -85,7 +85,7 @@ def tokenize(
         separator, field, answer: where the text and its documents are; see `read_chunks`.
         jobs: threads that encode.
         replace: whether to replace an existing folder.
-        progress: called with a stage ("tokenizer" or a split, for example) and its bytes, see `Progress`.
+        progress: called with a stage ("tokenizer", "learning", a split or "checking") and its bytes, see `Progress`.
         warn: called with each warning about the documents.
 
     Returns:

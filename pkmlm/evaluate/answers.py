@@ -24,10 +24,16 @@ def corpus_of_answers(run: LoadedRun, choice: TextChoice) -> Corpus:
     """
     require_softmax(run.recipe.model, run.name, "generate")
     corpus = open_split(choice.token_folders(run.path, run.recipe), choice.split or "test", run.tokenizer)
-    if not corpus.has_answers:
+    if not len(documents_with_prompts(corpus)):
         hint = "tokenize rows with --prompt FIELD --answer FIELD"
         raise UserError(f"--answers: {corpus.name} has no answers in its {corpus.split} split", hint)
     return corpus
+
+
+def documents_with_prompts(corpus: Corpus) -> np.ndarray:
+    """The numbers of the documents of which only an answer is learnt."""
+    lengths = corpus.answer_lengths(0, corpus.documents)
+    return (lengths < np.diff(corpus.boundaries(0, corpus.documents))).nonzero()[0]
 
 
 def score_answers(
@@ -47,7 +53,7 @@ def score_answers(
     tokenizer = run.tokenizer
     samples: list[dict[str, Any]] = []
     lengths = corpus.answer_lengths(0, corpus.documents)
-    with_prompt = (lengths < np.diff(corpus.boundaries(0, corpus.documents))).nonzero()[0]
+    with_prompt = documents_with_prompts(corpus)
     ends = (lengths[with_prompt] - 1).cumsum()
     for i, end in zip(with_prompt[world.rank :: world.size], ends[world.rank :: world.size], strict=True):
         ids, length = corpus.document(i).tolist(), int(lengths[i]) - 1

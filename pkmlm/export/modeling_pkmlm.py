@@ -257,7 +257,9 @@ class PkmlmModel(PkmlmPreTrainedModel, Network):
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            return tensor.to(moved.device) if id(tensor) in kept and moved.dtype != tensor.dtype else moved
+            if id(tensor) not in kept or moved.dtype == torch.float32:
+                return moved
+            return (moved if moved.dtype == tensor.dtype else tensor.to(moved.device)).float()
 
         return super()._apply(keep_dtype, *arguments, **options)
 

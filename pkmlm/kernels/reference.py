@@ -171,9 +171,10 @@ def segment_row_adam_(
     step = step.double() if isinstance(step, Tensor) else step
     grad_UD = scale * segment_sum(x_ND, segments)
     mean_KD[rows_U] += (1 - beta1) * (grad_UD - mean_KD[rows_U])
-    square_KD[rows_U] = beta2 * square_KD[rows_U] + (1 - beta2) * grad_UD**2
+    square_KD[rows_U] = (beta2 * square_KD[rows_U] + (1 - beta2) * grad_UD**2).to(square_KD.dtype)
     mean_UD, square_UD = mean_KD[rows_U] / (1 - beta1**step), square_KD[rows_U] / (1 - beta2**step)
-    values_KD[rows_U] = (1 - lr * weight_decay) * values_KD[rows_U] - lr * mean_UD / (square_UD.sqrt() + eps)
+    moved_UD = (1 - lr * weight_decay) * values_KD[rows_U] - lr * mean_UD / (square_UD.sqrt() + eps)
+    values_KD[rows_U] = moved_UD.to(values_KD.dtype)
     if copy_KD is not None:
         copy_KD[rows_U] = values_KD[rows_U].to(copy_KD.dtype)
 
@@ -198,7 +199,7 @@ def segment_row_sgd_(
 
 def sgd_rows_(values_KD: Tensor, rows_U: Tensor, move_UD: Tensor, decay: float, copy_KD: Tensor | None) -> None:
     """Decay some rows, then move them."""
-    values_KD[rows_U] = (1 - decay) * values_KD[rows_U] - move_UD
+    values_KD[rows_U] = ((1 - decay) * values_KD[rows_U] - move_UD).to(values_KD.dtype)
     if copy_KD is not None:
         copy_KD[rows_U] = values_KD[rows_U].to(copy_KD.dtype)
 

@@ -92,7 +92,7 @@ class KeyMemory(SparseMemory):
 
         Raises:
             ValueError: an argument is out of its range or not one of the choices, or sizes do not match.
-            TypeError: an argument is none of a layer.
+            TypeError: an argument is unknown.
         """
         super().__init__()
         if dim < 1:
@@ -102,7 +102,7 @@ class KeyMemory(SparseMemory):
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum: found {momentum} (expected 0 to 1)")
         if unknown := ", ".join(others.keys() - self.spec_class().arguments.keys()):
-            raise TypeError(f"found {unknown} (expected arguments of a layer)")
+            raise TypeError(f"unknown arguments: {unknown}")
         memory = self.spec = self.spec_class(
             num_keys=num_keys,
             heads=heads,

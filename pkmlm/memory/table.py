@@ -130,7 +130,7 @@ class Values(nn.Module):
         return side_by_side(parts_Ad, self.ranks.size)
 
     def products(self, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
-        """<x[t], row slots[t, j]> of each read (N, r), in the dtype of the table.
+        """<x[t], row slots[t, j]> of each read (N, r), in the dtype of the table, or fp32 if that is wider.
 
         If ranks divide the columns, all of them must call this, as with `forward`: each multiplies its columns for the
         tokens of all, and the products are summed.

@@ -124,6 +124,7 @@ def check_micro_batches(check: Check, recipe: Recipe, ranks: int = 1) -> None:
     """The sequences of a step fall into whole micro-batches on every rank."""
     sequences, micro_batch = recipe.sequences, recipe.train.micro_batch
     if sequences % (micro_batch * ranks):
+        fits = f"for example -s train.micro_batch={math.gcd(micro_batch, sequences // ranks)}"
         divisible = f"a train.batch_tokens that {micro_batch * ranks * recipe.model.context} divides"
         check.fail(
             "train.micro_batch",
@@ -132,7 +133,7 @@ def check_micro_batches(check: Check, recipe: Recipe, ranks: int = 1) -> None:
             divisible if sequences % ranks else f"a divisor of {sequences // ranks}",
             "train.batch_tokens",
             "model.context",
-            hint="" if sequences % ranks else f"-s train.micro_batch={math.gcd(micro_batch, sequences // ranks)} does",
+            hint="" if sequences % ranks else fits,
         )
 
 

@@ -186,7 +186,9 @@ def kind_of_optional(node: Node, kind: Any, name: str) -> Any:
 def bind_list(
     node: Node, args: tuple[Any, ...], name: str, places: dict[str, str], known: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Convert a list to a tuple with items of types `args`; a single value stands for a list of one."""
+    """Convert a list to a tuple with items of types `args`; where any length will do, a text or a section stands for a
+    list of one.
+    """
     any_length = args[-1] is Ellipsis
     if any_length and not isinstance(node.value, list) and (is_dataclass(args[0]) or isinstance(node.value, str)):
         return (bind(node, args[0], f"{name}.0", places, known),)

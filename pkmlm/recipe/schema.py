@@ -449,8 +449,8 @@ def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(before: Recipe, now: Recipe) -> dict[str, tuple[str, str]]:
-    """The keys in which two recipes differ, each with both values as YAML; a memory that one of them lacks is one key,
-    "present" or "absent".
+    """The keys in which two recipes differ, each with both values as YAML, "absent" where the memory has no such key; a
+    memory that one of them lacks is one key, "present" or "absent".
     """
     of_both = before.model.memories.keys() & now.model.memories.keys()
 

@@ -311,7 +311,7 @@ def flat_facts(run: Facts) -> Facts:
 
 def differences(facts: Sequence[Facts]) -> list[str]:
     """A warning for each reason why the numbers of these runs cannot be compared: different tokenizers, different
-    texts, tasks asked in different ways, or weights that have seen more than the run's tokens.
+    texts, tasks asked in different ways, different contexts, or weights that have seen more than the run's tokens.
 
     What is not known of a run is taken to be as in the others. Texts are compared only among runs with the same
     tokenizer, because another one makes other tokens of the same text.

@@ -38,8 +38,8 @@ def test_documents_in_two_splits_are_warned_of(texts):
         files[name].write_text("\n".join(documents) + "\n")
     others = ["--valid", files["valid"], "--test", files["test"], "--separator", r"\n"]
     given = [*(files[f"train-{part}"] for part in (1, 2, 3)), *others]
-    told = [("3 of the 4 valid documents", "in train"), ("4 of the 7 test documents", "in train")]
-    told += [("2 of the 7 test documents", "in valid")]
+    told = [("3 of 4 valid documents", "in train"), ("4 of 7 test documents", "in train")]
+    told += [("2 of 7 test documents", "in valid")]
     assert_warns([*given, "--vocab-size", 290, "-o", texts / "out"], *told)
 
 
@@ -50,7 +50,7 @@ def test_a_novel_is_the_same_with_and_without_the_newline_that_ends_its_file(tex
     (texts / "valid.txt").write_text(f"{second}\n", newline="")
     (texts / "test.txt").write_text(third, newline="")
     given = [texts / "train.txt", "--valid", texts / "valid.txt", "--test", texts / "test.txt", "--vocab-size", 290]
-    told = ("1 of the 1 valid documents", "in train"), ("1 of the 1 test documents", "in train")
+    told = ("1 of 1 valid document ", "in train"), ("1 of 1 test document ", "in train")
     assert_warns([*given, "--separator", r"\n\n\n", "-o", texts / "out"], *told)
 
 

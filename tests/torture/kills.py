@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +14,45 @@ from tests.torture.oracle import INIT_SCALE, KINDS, Ground
 LONGEST = 3.0  # seconds until a kill
 
 
-def kill(ground: Ground, words: list[object], after: float, draw: random.Random, ranks: int = 1, **given: Any) -> bool:
-    """Run a command and kill it (SIGKILL) after so many seconds; whether it had not ended. Of several ranks, one is
-    killed and then the others, as a launcher does.
+def kill(
+    ground: Ground,
+    words: list[object],
+    prepare: Callable[[], object],
+    draw: random.Random,
+    ranks: int = 1,
+    **given: Any,
+) -> None:
+    """Run a command and kill it (SIGKILL) at a random moment; where it had ended before, prepare and run it again. Of
+    several ranks, one is killed and then the others, as a launcher does.
     """
-    child = ground.forks.start("command", size=ranks, words=[str(word) for word in words], **given)
-    time.sleep(after)
-    for rank in draw.sample(range(ranks), ranks):
-        child.signal(signal.SIGKILL, rank)
-        time.sleep(draw.random() * 0.1)
-    return any(ended.code == -signal.SIGKILL for ended in child.end())
+    longest = LONGEST
+    while True:
+        prepare()
+        child = ground.forks.start("command", size=ranks, words=[str(word) for word in words], **given)
+        began = time.monotonic()
+        after = longest * draw.random()
+        while child.running() and time.monotonic() - began < after:
+            time.sleep(0.005)
+        longest = min(longest, time.monotonic() - began) if not child.running() else longest
+        for rank in draw.sample(range(ranks), ranks):
+            child.signal(signal.SIGKILL, rank)
+            time.sleep(draw.random() * 0.1)
+        if any(ended.code == -signal.SIGKILL for ended in child.end()):
+            return
 
 
 def kill_training(ground: Ground, number: int) -> tuple[bool, str]:
-    """Trial `number`: kill, resume, compare. Returns whether nothing was lost, and the kind of run or what differed."""
+    """Trial `number`: kill, resume, compare. Returns whether nothing was lost, and the kind of run, how many
+    checkpoints the kill left, and what differed.
+    """
     draw = random.Random(number)
     kind, run = list(KINDS)[number % len(KINDS)], ground.folder / "killed"
-    after, killed = LONGEST, False
-    while not killed:  # if it had ended before the kill came, kill sooner
-        after *= draw.random()
-        shutil.rmtree(run, ignore_errors=True)
-        words = ["train", ground.recipe(kind), "-o", run]
-        killed = kill(ground, words, after, draw, KINDS[kind][2], init_scale=INIT_SCALE)
+    words = ["train", ground.recipe(kind), "-o", run]
+    kill(ground, words, lambda: shutil.rmtree(run, ignore_errors=True), draw, KINDS[kind][2], init_scale=INIT_SCALE)
+    what = f"{kind} with {len(list(run.glob('checkpoints/step-*')))} checkpoints"
     ended = ground.train(kind, run, code=None)
     lost = [f"exit {ended.code}: {ended.stderr[-200:]}"] if ended.code else ground.differences(kind, run)
-    return not lost, ": ".join(filter(None, [kind, ", ".join(lost)[:300]]))
+    return not lost, ": ".join(filter(None, [what, ", ".join(lost)[:300]]))
 
 
 def kill_tokenizing(ground: Ground, number: int) -> tuple[bool, str]:
@@ -46,13 +61,14 @@ def kill_tokenizing(ground: Ground, number: int) -> tuple[bool, str]:
     out, force = ground.folder / "tokenized", number % 2 == 1
     command = ["tokenize", ground.text, "--valid", ground.folder / "valid.txt", "-o", out, "--vocab-size", 350]
     command += ["--force"] if force else []
-    after, killed = LONGEST, False
-    while not killed:
-        after *= draw.random()
+    older = older_tokens(ground)
+
+    def prepare() -> None:
         shutil.rmtree(out, ignore_errors=True)
         if force:
-            shutil.copytree(older_tokens(ground), out)
-        killed = kill(ground, command, after, draw)
+            shutil.copytree(older, out)
+
+    kill(ground, command, prepare, draw)
     lost = [] if whole(ground, out, force) else ["half a folder"]
     if not out.exists() or "--force" in command:
         ended = ground.forks.pkmlm(*command, code=None)

@@ -984,7 +984,7 @@ def test_a_base_that_lacks_weights_is_refused(tmp_path):
         ({**NGRAMS, "rows": 100}, {"layers": [1]}, "a prime, such as 101"),
         ({**NGRAMS, "fusion": "add"}, {"layers": [1]}, "row_dim"),
         ({**NGRAMS, "topk": 3}, {"layers": [1]}, "topk"),
-        ({**NGRAMS, "canonical": True}, {"layers": [1], "tokenizer": object()}, "tokenizer is a object"),
+        ({**NGRAMS, "canonical": True}, {"layers": [1], "tokenizer": object()}, "tokenizer has type object"),
         ({**NGRAMS, "canonical": True}, {"layers": [1]}, "tokenizer=DIR"),
     ],
 )

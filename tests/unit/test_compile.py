@@ -102,4 +102,5 @@ def test_without_a_compiler_training_does_not_begin(monkeypatch):
     monkeypatch.setattr(torch, "compile", fail)
     with pytest.raises(UserError, match=r"train\.compile: .*C\+\+ compiler was found") as error:
         state_of(recipe_of(1, compiled=True))
+    assert error.value.message.endswith("compiler was found")
     assert error.value.exit_code == 1

@@ -683,6 +683,8 @@ def test_casts_and_autocast_of_a_loaded_model(tmp_path, exported, query_norm):
     before = {name: theirs.state_dict()[name].clone() for name in kept_in_fp32(theirs)}
     assert (theirs.bfloat16()(IDS_BT).logits.float() - expected).abs().mean() < 0.1 * expected.std()
     assert before
+    half = type(theirs)._from_config(theirs.config, dtype=torch.bfloat16).to("cpu")
+    assert half(IDS_BT).logits.dtype == torch.bfloat16
     for name, tensor in before.items():
         assert torch.equal(theirs.state_dict()[name], tensor), f"{name} was rounded on the way"
 

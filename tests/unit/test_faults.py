@@ -88,9 +88,12 @@ def test_what_power_loss_asks_for_is_done_in_order(ground):
 
 @pytest.mark.slow
 def test_kills_of_training_lose_nothing(ground):
-    for number in range(5):
+    told = []
+    for number in range(6):
         survived, said = kills.kill_training(ground, number)
         assert survived, said
+        told.append(said)
+    assert any(" with 0 checkpoints" not in said for said in told), told
 
 
 def test_kills_of_tokenizing_lose_nothing(ground):

@@ -211,6 +211,16 @@ def test_a_gradient_stays_what_it_was_whatever_becomes_of_storage_that_is_shared
     torch.testing.assert_close(table.gradient.dense(), 2 * expected)
 
 
+@pytest.mark.parametrize("kind", [RowAdam, RowSGD])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_in_half_precision_train(kind, dtype):
+    table = table_of(torch.ones(3, 2)).to(dtype)
+    optimizer = kind([table], lr=0.25)
+    table(torch.tensor([[0, 2]]), torch.ones(1, 2)).float().sum().backward()
+    optimizer.step()
+    assert table.weight_KD[:, 0].tolist() == pytest.approx([0.75, 1, 0.75], abs=1e-2)
+
+
 def test_layers_of_one_table_may_read_differently_often():
     table = table_of(torch.zeros(4, 2))
     optimizer = RowAdam([table, table], lr=1.0)  # as of two layers with a pool

@@ -626,6 +626,7 @@ def test_keys_and_flatten_agree_with_the_schema() -> None:
 def test_a_key_that_is_unknown_is_looked_for_in_its_own_tree() -> None:
     with pytest.raises(UserError, match=r"g.yaml:1:1: unknown key bits") as caught:
         bind(parse("bits: 3", "g.yaml"), Train, "", {})
+    assert caught.value.message.endswith("unknown key bits")
     assert caught.value.hint.startswith("keys of the file: steps, epochs, batch_tokens, ")
 
 
@@ -674,7 +675,7 @@ def test_a_memory_that_one_recipe_lacks_is_one_difference(recipe_file: Path) -> 
 
 def test_a_micro_batch_that_fits_is_named(recipe_file: Path) -> None:
     error = error_of(recipe_file, "train.batch_tokens=1536", "train.micro_batch=8")  # 12 sequences
-    assert "train.micro_batch=4 " in error.hint
+    assert error.hint.endswith("train.micro_batch=4")
 
 
 def test_batches_of_many_lengths_are_not_compiled(recipe_file: Path) -> None:
