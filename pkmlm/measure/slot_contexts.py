@@ -29,10 +29,18 @@ class TopPositions(NamedTuple):
         weights_Kc: float32, the weight of the slot's value in the memory's answer there (summed over heads);
             -inf: none.
         positions_Kc: int64, scored positions of the text, counted from 0; -1: none.
+        slot: the only slot whose positions these are (K is 1); None: those of all.
     """
 
     weights_Kc: NDArray[np.float32]
     positions_Kc: NDArray[np.int64]
+    slot: int | None = None
+
+    def of(self, slot: int) -> list[tuple[float, int]]:
+        """The weights and positions of a slot, without those that are none."""
+        row = slot if self.slot is None else 0
+        pairs = zip(self.weights_Kc[row].tolist(), self.positions_Kc[row].tolist(), strict=True)
+        return [(weight, position) for weight, position in pairs if position >= 0]
 
 
 class TopContexts:
@@ -44,22 +52,27 @@ class TopContexts:
         tap: of the memory.
         device: where the positions are kept.
         contexts: how many to keep of each slot.
+        slot: the only slot to keep them of; None: all.
     """
 
-    def __init__(self, tap: UsageTap, device: torch.device, contexts: int = JUDGED):
-        self.tap, self.contexts, self.tokens = tap, contexts, 0
-        self.weights_Kc = torch.full((tap.slots, contexts), -math.inf, device=device)
-        self.positions_Kc = torch.full((tap.slots, contexts), -1, dtype=torch.int64, device=device)
+    def __init__(self, tap: UsageTap, device: torch.device, contexts: int = JUDGED, slot: int | None = None):
+        self.tap, self.contexts, self.slot, self.tokens = tap, contexts, slot, 0
+        slots = tap.slots if slot is None else 1
+        self.weights_Kc = torch.full((slots, contexts), -math.inf, device=device)
+        self.positions_Kc = torch.full((slots, contexts), -1, dtype=torch.int64, device=device)
 
     def positions(self) -> TopPositions:
         """The positions found so far."""
-        return TopPositions(self.weights_Kc.cpu().numpy(), self.positions_Kc.cpu().numpy())
+        return TopPositions(self.weights_Kc.cpu().numpy(), self.positions_Kc.cpu().numpy(), self.slot)
 
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
         slots_NHk, weights_NHk = (x.to(self.weights_Kc.device) for x in (slots_NHk, weights_NHk))
         token_R, slot_R, weight_R = summed_reads(slots_NHk, weights_NHk)
         position_R = token_R + self.tokens
         self.tokens += len(slots_NHk)
+        if self.slot is not None:
+            own_R = slot_R == self.slot
+            position_R, slot_R, weight_R = position_R[own_R], torch.zeros_like(slot_R[own_R]), weight_R[own_R]
         better_R = weight_R > self.weights_Kc[slot_R, -1]  # of equal weights the earlier position stays
         position_R, slot_R, weight_R = position_R[better_R], slot_R[better_R], weight_R[better_R]
         order_R = weight_R.sort(descending=True, stable=True).indices

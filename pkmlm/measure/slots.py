@@ -153,6 +153,7 @@ def index_slots(
     advance: Callable[[int], bool] | None = None,
     contexts: int = JUDGED,
     memory: SparseMemory | None = None,
+    slot: int | None = None,
 ) -> list[SlotIndex]:
     """One pass over documents that indexes the slots of a run's memories.
 
@@ -162,6 +163,7 @@ def index_slots(
         advance: see `score`.
         contexts: how many to keep of each slot.
         memory: the only one to index; None: all.
+        slot: the only slot to keep contexts of; None: all.
 
     Returns:
         One entry per memory, in the model's order.
@@ -169,7 +171,7 @@ def index_slots(
     indexed = memories(run.model) if memory is None else [memory]
     taps = [each.tap for each in indexed]
     ngrams = ngrams_of(run.model)
-    tops = [TopContexts(tap, run.device, contexts) for tap in taps]
+    tops = [TopContexts(tap, run.device, contexts, slot) for tap in taps]
     usage = measure_usage(run, documents, advance, None, ngrams, taps, [(top.tap, top.add) for top in tops])
     found = zip(indexed, usage, tops, strict=False)  # without pools
     return [SlotIndex(memory, counted, top.positions(), ngrams) for memory, counted, top in found]
@@ -262,17 +264,17 @@ def slot_details(
         chosen: the slots of each.
         documents: those of the index, to be read again for the text of contexts.
     """
-    positions = [index.top.positions_Kc[slots].ravel() for index, slots in zip(indexes, chosen, strict=True)]
-    texts = contexts_at(np.concatenate([np.zeros(0, np.int64), *positions]), documents, run)
+    tops = [[index.top.of(slot) for slot in slots] for index, slots in zip(indexes, chosen, strict=True)]
+    positions = [position for of_memory in tops for top in of_memory for _, position in top]
+    texts = contexts_at(np.array(positions, np.int64), documents, run)
 
     found = []
-    for index, slots in zip(indexes, chosen, strict=True):
+    for index, slots, of_memory in zip(indexes, chosen, tops, strict=True):
         lens = LogitLens(run.model, index.memory, run.tokenizer.size, run.tokenizer.piece)
         words = lens.words(slots) if lens.applies else [(None, None)] * len(slots)
         details = []
-        for slot, (raises, lowers) in zip(slots, words, strict=True):
-            top = zip(*(array[slot].tolist() for array in index.top), strict=True)
-            contexts = [texts[position]._replace(weight=weight) for weight, position in top if position >= 0]
+        for slot, (raises, lowers), top in zip(slots, words, of_memory, strict=True):
+            contexts = [texts[position]._replace(weight=weight) for weight, position in top]
             details.append(SlotDetails.of(index.memory.tap, index.usage, slot, raises, lowers, contexts))
         found.append(details)
     return found
@@ -360,7 +362,7 @@ def report_slots(
         number, kept = slot_number(slot, memory.tap.addresses), max(top, JUDGED)
     documents = chosen_documents(choice, run, quiet)
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
-        (index,) = index_slots(run, documents, advance, kept, memory)
+        (index,) = index_slots(run, documents, advance, kept, memory, number)
     chosen = most_read(index.usage, top) if number is None else [number]
     (slots,) = slot_details(run, [index], [chosen], chosen_documents(choice, run))
     record = _head(run, memory) | {"split": documents.name, "tokens": index.usage.tokens}

@@ -57,7 +57,8 @@ def test_the_kept_positions_are_those_of_a_full_sort(contexts: int) -> None:
     tap = UsageTap(1, "pkm", "flat-key", Addresses(12), 2)
     reads, position = defaultdict(lambda: defaultdict(float)), 0
     tops = TopContexts(tap, torch.device("cpu"), contexts)
-    with ReadListener([(tap, tops.add)]):
+    one = TopContexts(tap, torch.device("cpu"), contexts, slot=7)
+    with ReadListener([(tap, tops.add), (tap, one.add)]):
         for tokens in (5, 1, 40, 17):
             slots_NHk = torch.rand(tokens, 2, 12, generator=random).topk(3).indices
             weights_NHk = torch.randint(0, 4, (tokens, 2, 3), generator=random) / 4  # many ties, zeros too
@@ -74,6 +75,8 @@ def test_the_kept_positions_are_those_of_a_full_sort(contexts: int) -> None:
         assert top.positions_Kc[slot][kept].tolist() == [at for _, at in expected]
         assert top.weights_Kc[slot][kept].tolist() == [-weight for weight, _ in expected]
         assert (top.weights_Kc[slot][~kept] == -np.inf).all()
+    assert one.positions().positions_Kc.shape == (1, contexts), "however many slots"
+    assert one.positions().of(7) == top.of(7) != []
 
 
 def reads_of(run: LoadedRun, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
