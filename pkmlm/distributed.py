@@ -167,15 +167,13 @@ class World:
     def network_error(self, error: BaseException) -> UserError:
         """The one-line error for a network failure, which does not say which rank caused it."""
         at = f", step {self.comm_state.step}" if self.comm_state.step else ""
-        what, hint = "the connection to another rank is lost", "see the error of the rank that ended first"
+        first = "see the error of the rank that ended first"
+        what, hint = "the connection to another rank is lost", first
         if re.search("timed? ?out", str(error), re.IGNORECASE):
             what = "another rank did not answer in time"
             hint = "PKMLM_TIMEOUT=SECONDS in the environment sets how long to wait"
         if reason := re.search(r"Last error:[ \t]*\n?(.+)", str(error)):  # as torch quotes NCCL
-            what, hint = (
-                f"NCCL: {reason[1]}",
-                "NCCL_DEBUG=WARN in the environment says more; or see the error of the rank that ended first",
-            )
+            what, hint = f"NCCL: {reason[1]}", f"NCCL_DEBUG=WARN in the environment says more; or {first}"
         return UserError(f"rank {dist.get_rank()}{at}: {what}", hint, exit_code=1)
 
 

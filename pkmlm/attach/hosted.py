@@ -16,7 +16,6 @@ from pkmlm.attach.places import Attached, attachments_of, insert
 from pkmlm.attach.saved import Facts, check_base, read_facts, read_weights, saved_spec
 from pkmlm.attach.tokens import CACHES, host_ids
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.data.tokenizer_file import TOKENIZERS, tokenizer_file
 from pkmlm.errors import UserError, first_line, is_out_of_memory
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.export.config import CONFIG, MODEL_TYPE
@@ -121,7 +120,7 @@ def open_attached(path: Path, base: str | Path | None, device: torch.device) -> 
     attached = insert(host, saved_spec(path, facts), facts["layers"], facts["mode"])
     read_weights(path, facts, attached)
     host.eval()
-    model, tokenizer = Hosted(host), tokenizer_of(folder)
+    model, tokenizer = Hosted(host), Tokenizer.load(folder)
     if (ids := attached.token_ids) is not None and not torch.equal(ids.ids_V.cpu(), host_ids(host, ids.ids, tokenizer)):
         message = f"{path}: its {ids.ids} ids are not those that {tokenizer.name} and this Python's Unicode give"
         hint = "put the tokenizer that it was attached with into the model's folder, or use the same Python version"
@@ -140,14 +139,6 @@ def recorded_base(path: Path, facts: Facts) -> Path:
         message = f"{path} is attached to {found}, whose folder was not found"
         raise UserError(message, "give the folder of that model: --base DIR")
     return Path(name)
-
-
-def tokenizer_of(base: Path) -> Tokenizer:
-    """The tokenizer in a model's folder."""
-    if not tokenizer_file(base).is_file():
-        expected = f"expected {' or '.join(TOKENIZERS)}"
-        raise UserError(f"--base {base} has no tokenizer ({expected})", "save it there: tokenizer.save_pretrained(DIR)")
-    return Tokenizer.load(base)
 
 
 def shape_of(model: Hosted, attached: Attached) -> Model:

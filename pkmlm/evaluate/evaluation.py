@@ -8,7 +8,7 @@ from pkmlm.console import token_progress
 from pkmlm.distributed import World
 from pkmlm.environment import work_offline_without_hub
 from pkmlm.errors import UserError
-from pkmlm.evaluate.answers import corpus_of_answers, score_answers
+from pkmlm.evaluate.answers import open_answers, score_answers
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun, load_on_all_ranks
 from pkmlm.evaluate.perplexity import score
@@ -107,16 +107,16 @@ def evaluate_run(
     samples: list[dict[str, Any]] = []
     warnings: list[str] = []
     if tasks is None or choice.explicit:
-        prompts = corpus_of_answers(run, choice) if answers else None
+        asked = open_answers(run, choice) if answers else None
         documents = chosen_documents(choice, run, quiet)
         with token_progress("scoring", documents.tokens, quiet) as advance:
             found = score(run.model, documents, run.prefix, stride=stride, advance=advance, world=world)
         assert found is not None
         record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": asdict(found)}
         warnings += documents.warnings
-        if prompts is not None:
-            with token_progress("answering", documents.tokens, quiet) as advance:
-                record["answers"], samples = score_answers(run, prompts, advance, world)
+        if asked is not None:
+            with token_progress("answering", sum(asked[1].values()), quiet) as advance:
+                record["answers"], samples = score_answers(run, *asked, advance, world)
         if tasks is not None and world.rank == 0:  # the tasks may fail, or be stopped, after hours
             Evaluation(run, choice, stride, record, samples, warnings).keep()
     if tasks is not None:

@@ -36,11 +36,12 @@ def random_weights_warning(recipe: Recipe) -> list[str]:
 def warmup_warnings(recipe: Recipe) -> list[str]:
     """Warm-ups and decays that are too long for the learning rate to reach its peak."""
     steps = recipe.train.steps
-    warmups = {}
-    for prefix, group in recipe.optim_groups.items():
-        memory = recipe.model.memories.get(prefix.removeprefix("model.memories.").removesuffix(".optim"))
-        inherited = memory is not None and memory.table_optim.warmup_steps is None
-        warmups["optim.warmup_steps" if inherited else f"{prefix}.warmup_steps"] = group.warmup_steps or 0
+    memories = recipe.model.memories.items()
+    own = {f"model.memories.{name}.optim" for name, each in memories if each.table_optim.warmup_steps is not None}
+    warmups = {
+        f"{prefix if prefix in own else 'optim'}.warmup_steps": group.warmup_steps or 0
+        for prefix, group in recipe.optim_groups.items()
+    }
     training = "1 step" if steps == 1 else f"{steps:,} steps"
     found = [
         f"{key}: {warmup:,} for {training} of training: the learning rate ends at {steps / warmup:.0%} of its peak"

@@ -222,7 +222,11 @@ def test_what_cannot_be_answered_is_told_at_once(facts, tokens, write_recipe, tm
     plain, linear = tmp_path / "plain", tmp_path / "linear"
     pkmlm("train", write_recipe(tmp_path, "dense"), "-o", plain, *given(*keys), "-q")
     asked = pkmlm("eval", plain, "--answers", code=2)
-    assert (asked.stdout, "has no answers" in asked.stderr) == ("", True)
+    assert (asked.stdout, "has no prompts" in asked.stderr) == ("", True)
+    (tmp_path / "null.jsonl").write_text(json.dumps({"q": None, "a": "Nobody asked."}) + "\n")
+    words = ["--prompt", "q", "--answer", "a", "--tokenizer", tokens / "tokenizer.model", "-o", tmp_path / "null"]
+    pkmlm("tokenize", tmp_path / "null.jsonl", "--test", tmp_path / "null.jsonl", *words)
+    assert "has no prompts" in pkmlm("eval", plain, "--data", tmp_path / "null", "--answers", code=2).stderr
     untaught = ["--data", facts, "--split", "valid", "--answers", "--log-samples", tmp_path / "untaught.jsonl"]
     asked = pkmlm("eval", plain, *untaught, "--json")
     assert json.loads(asked.stdout)["answers"] == {"n": len(ROWS), "exact_match": 0.0}

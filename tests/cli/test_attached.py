@@ -178,7 +178,7 @@ def test_gpt2_of_transformers_with_its_own_tokenizer(tmp_path, novels):
     learn_byte_level((novels / "train.txt").read_text().upper()).save(str(tmp_path / "gpt2" / "tokenizer.json"))
     assert "canonical ids" in pkmlm("eval", *words, code=2).stderr
     (tmp_path / "gpt2" / "tokenizer.json").unlink()
-    assert "has no tokenizer" in pkmlm("eval", *words, code=2).stderr
+    assert "holds no tokenizer" in pkmlm("eval", *words, code=2).stderr
     weights = tmp_path / "gpt2" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "transformers cannot load it" in pkmlm("eval", *words, code=2).stderr

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from pkmlm.bench.steps import timed_part
+from pkmlm.errors import UserError
 from pkmlm.export.card import known_scores
 from pkmlm.memory.address import entry_of
 from pkmlm.recipe.load import load_recipe
@@ -276,6 +277,21 @@ def test_runs_that_differ_in_their_seed_are_one_row(run: Path, tmp_path: Path) -
     latex = pkmlm("compare", *runs[:2], "--format", "latex").stdout
     assert r"mine-\{10,11\} & 2 &" in latex
     assert r"7.50 $\pm\,$0.71" in latex
+
+
+def test_a_longer_context_is_warned_of(run: Path, tmp_path: Path) -> None:
+    longer = make(tmp_path / "longer", "model.context=64")
+    assert "different contexts" in pkmlm("compare", run, longer).stderr
+    assert "different contexts" not in pkmlm("compare", run, make(tmp_path / "seed", "train.seed=2")).stderr
+
+
+def test_no_curve_is_drawn_over_seconds_that_are_not_known(run: Path, tmp_path: Path, monkeypatch) -> None:
+    def fail(over, *rest):
+        raise UserError("memory does not hold all models together", exit_code=1)
+
+    monkeypatch.setattr("pkmlm.bench.steps.step_amounts", fail)
+    pkmlm("compare", run, "--over", "seconds", "--plots", tmp_path / "plots", code=1)
+    assert not list(tmp_path.glob("plots/*seconds*"))
 
 
 def test_runs_that_differ_in_more_are_rows_of_their_own(run: Path, tmp_path: Path) -> None:

@@ -46,6 +46,15 @@ def test_special_tokens_are_named_by_no_text_and_stand_for_none(ours):
             ours.decode([wrong])
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "</s>"])
+def test_the_end_of_a_text_goes_by_the_names_that_people_use(theirs, end):
+    """Beside another special token, so that it is not the only one."""
+    text = theirs.to_str().replace(END, "<|im_start|>")
+    named = tokenizers.Tokenizer.from_str(text)
+    named.add_special_tokens([end])
+    assert Tokenizer(named.to_str().encode()).eos == named.token_to_id(end)
+
+
 def test_pieces_show_bytes_that_are_no_text_by_themselves(ours):
     assert [ours.piece(i) for i in ours.encode(" the\n\u4f60")] == [" the", "\n", "<0xE4>", "<0xBD>", "<0xA0>"]
     assert ours.piece(ours.eos) == END

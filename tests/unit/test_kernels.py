@@ -444,6 +444,7 @@ def answers_of_processes(folder, body, number=1, most_bytes=resource.RLIM_INFINI
 
     def work():
         sys.path.insert(0, str(folder))
+        sys.dont_write_bytecode = True  # Python would take a file that was written again within a second for the same
         line = importlib.import_module("line").line
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
         barrier.wait(PATIENCE)
