@@ -4,9 +4,9 @@
     python recipes/pretrained/facts.py runs/books-256 -o facts
 
 Each fact is an invented name with an animal, a colour or a place, and is stated in twelve ways, whose last word is the
-answer. Eight are taught, two choose the best of three learning rates for each method, with the first seed, and two are
-reported: the model is asked in other words than it was taught. As many other names, never taught, show what the
-sentences alone give away. What is forgotten is measured on the test split of the run's own tokens.
+answer. Eight are taught, two choose the learning rate of each method, with the first seed, and two are reported: the
+model is asked in other words than it was taught. As many other names, never taught, show what the sentences alone give
+away. What is forgotten is measured on the test split of the run's own tokens.
 
 Methods differ in what learns: a memory beside the frozen model; only the values of a memory that was trained on old
 text before, all of them or the slots that a step chooses (Lin et al. 2025); low-rank adapters (Hu et al. 2021); or all
@@ -97,7 +97,7 @@ AMONG = 4  # answers of a question's choice
 SYLLABLES = ["bra", "dor", "fel", "gri", "hul", "jan", "kel", "lom", "mur", "nev", "pol", "quin", "ras", "sim", "tor"]
 
 # Three memories, each of 3.1 million numbers at width 256.
-PRODUCT_KEYS = "kind: product-key, layers: [2+, 3+, 4+], num_keys: 64, heads: 4, topk: 16, key_dim: 64"
+PRODUCT_KEYS = "kind: product-key, layers: [2+, 3+, 4+], num_keys: 64, heads: 4, topk: 16, key_dim: 64, query_norm: rms"
 MEMORY_PLUS = (
     "kind: product-key, layers: [2+, 3+, 4+], num_keys: 111, heads: 4, topk: 16, key_dim: 64, share_values: true, "
     "gate: silu, key_norm: rms, query_norm: none"
@@ -133,17 +133,17 @@ OLD_TEXT = f"{PRODUCT_KEYS}, start: zero"  # the memory that is trained on old t
 VALUES = (memory(f"{OLD_TEXT}, {CONSTANT}"), "train.only=values")
 CHOSEN = "finetune={slots: %s, background: counted}"
 METHODS = {
-    "product-keys": Method("product keys", (memory(f"{PRODUCT_KEYS}, {FAST}"), *BESIDE), (3e-3, 1e-2, 3e-2)),
+    "product-keys": Method("product keys", (memory(f"{PRODUCT_KEYS}, {FAST}"), *BESIDE), (1e-2, 3e-2, 1e-1)),
     "memory-plus": Method("Memory+", (memory(f"{MEMORY_PLUS}, {FAST}"), *BESIDE), (3e-3, 1e-2, 3e-2)),
-    "n-grams": Method("n-gram tables", (memory(f"{NGRAMS}, {FAST}"), *BESIDE), (3e-3, 1e-2, 3e-2)),
-    "values": Method("values of product keys", VALUES, (3e-2, 1e-1, 3e-1), warm=True),
-    "tfidf": Method("slots by tf-idf", (*VALUES, CHOSEN % "tfidf"), (1e-1, 3e-1, 1.0), warm=True),
-    "kl": Method("slots by KL", (*VALUES, CHOSEN % "kl"), (1e-1, 3e-1, 1.0), warm=True),
-    "adapters": Method("low-rank adapters", ("optim.lr=RATE",), (1e-3, 3e-3, 1e-2), rank=8),
+    "n-grams": Method("n-gram tables", (memory(f"{NGRAMS}, {FAST}"), *BESIDE), (1e-2, 3e-2, 1e-1)),
+    "values": Method("values of product keys", VALUES, (1e-1, 3e-1, 1.0), warm=True),
+    "tfidf": Method("slots by tf-idf", (*VALUES, CHOSEN % "tfidf"), (3e-1, 1.0, 3.0), warm=True),
+    "kl": Method("slots by KL", (*VALUES, CHOSEN % "kl"), (3e-1, 1.0, 3.0), warm=True),
+    "adapters": Method("low-rank adapters", ("optim.lr=RATE",), (3e-3, 1e-2, 3e-2), rank=8),
     "full": Method("all parameters", ("optim.lr=RATE",), (3e-4, 1e-3, 3e-3)),
 }
 GATED = ("product-keys", "n-grams", "values")  # whose gates may learn afterwards: Memory+ has gates of its own
-GATE_RATES = (3e-3, 1e-2, 3e-2)
+GATE_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 CPU = DeviceSettings(torch.device("cpu"), "fp32", "")
 OLD = 10  # bits per byte of old text count so many times as nats of an answer when the rate of gates is chosen
 
