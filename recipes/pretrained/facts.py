@@ -109,7 +109,7 @@ CONSTANT = "optim: {lr: RATE, schedule: constant}"
 
 @dataclass(frozen=True)
 class Method:
-    """What learns: overrides of the base's recipe, in which RATE stands for the learning rate; and three rates.
+    """What learns: overrides of the base's recipe, in which RATE stands for one of the rates.
 
     Attributes:
         warm: it starts from a memory that was trained on old text, in place of the base.
@@ -118,7 +118,7 @@ class Method:
 
     label: str
     keys: tuple[str, ...]
-    rates: tuple[float, float, float]
+    rates: tuple[float, ...]
     warm: bool = False
     rank: int = 0
 
@@ -133,12 +133,12 @@ OLD_TEXT = f"{PRODUCT_KEYS}, start: zero"  # the memory that is trained on old t
 VALUES = (memory(f"{OLD_TEXT}, {CONSTANT}"), "train.only=values")
 CHOSEN = "finetune={slots: %s, background: counted}"
 METHODS = {
-    "product-keys": Method("product keys", (memory(f"{PRODUCT_KEYS}, {FAST}"), *BESIDE), (1e-2, 3e-2, 1e-1)),
+    "product-keys": Method("product keys", (memory(f"{PRODUCT_KEYS}, {FAST}"), *BESIDE), (1e-2, 3e-2, 1e-1, 3e-1)),
     "memory-plus": Method("Memory+", (memory(f"{MEMORY_PLUS}, {FAST}"), *BESIDE), (3e-3, 1e-2, 3e-2)),
     "n-grams": Method("n-gram tables", (memory(f"{NGRAMS}, {FAST}"), *BESIDE), (1e-2, 3e-2, 1e-1)),
-    "values": Method("values of product keys", VALUES, (1e-1, 3e-1, 1.0), warm=True),
-    "tfidf": Method("slots by tf-idf", (*VALUES, CHOSEN % "tfidf"), (3e-1, 1.0, 3.0), warm=True),
-    "kl": Method("slots by KL", (*VALUES, CHOSEN % "kl"), (3e-1, 1.0, 3.0), warm=True),
+    "values": Method("values of product keys", VALUES, (1e-1, 3e-1, 1.0, 3.0), warm=True),
+    "tfidf": Method("slots by tf-idf", (*VALUES, CHOSEN % "tfidf"), (3e-1, 1.0, 3.0, 10.0), warm=True),
+    "kl": Method("slots by KL", (*VALUES, CHOSEN % "kl"), (3e-1, 1.0, 3.0, 10.0), warm=True),
     "adapters": Method("low-rank adapters", ("optim.lr=RATE",), (3e-3, 1e-2, 3e-2), rank=8),
     "full": Method("all parameters", ("optim.lr=RATE",), (3e-4, 1e-3, 3e-3)),
 }
@@ -433,7 +433,7 @@ class Teacher:
         return min(trials, key=lambda trial: trial["choosing"] + (OLD * trial["old"] if trial["gates"] else 0))
 
     def all_trials(self) -> list[dict[str, Any]]:
-        """Every method in every way: three rates with the first seed, the best of them with all."""
+        """Every method in every way: all rates with the first seed, the best of them with all."""
         first, *others = self.options.seeds
         found = []
         for way in self.options.ways:
