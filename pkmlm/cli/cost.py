@@ -15,8 +15,8 @@ def command(recipe_file: str, overrides: tuple[str, ...], out: Output) -> None:
 
     Operations are multiply-adds, each counted once, over one sequence of model.context tokens. "built" sums the layers;
     "paper" is the block formula of MemoryFormer, for the blocks that it describes. Training memory is an
-    estimate: fp32 weights, gradients and Adam moments, and one micro-batch of activations; train.precision=auto
-    is counted as fp32 (on a GPU it may be bf16: -s train.precision=bf16).
+    estimate: fp32 weights, gradients and the optimizer's moments, and one micro-batch of activations;
+    train.precision=auto is counted as fp32 (on a GPU it may be bf16: -s train.precision=bf16).
 
     \b
     Examples:

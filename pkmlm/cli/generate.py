@@ -61,7 +61,7 @@ def command(
     require_softmax(run.recipe.model, run_path, "generate")
     if prompt is None:
         try:
-            prompt = "" if sys.stdin.isatty() else sys.stdin.buffer.read().decode()
+            prompt = "" if sys.stdin.isatty() else sys.stdin.buffer.read().decode().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None
     ids = [run.prefix, *run.tokenizer.encode(prompt)]

@@ -66,7 +66,8 @@ def launch(processes: int) -> int:
             raise SystemExit(EXIT_CODES[number])
 
     if 0 < torch.cuda.device_count() < processes:
-        raise UserError(f"--nproc {processes}: this machine has {torch.cuda.device_count()} GPUs")
+        found = f"found {processes} (expected at most {torch.cuda.device_count()}, the GPUs of this machine)"
+        raise UserError(f"--nproc: {found}", "lower it, or set CUDA_VISIBLE_DEVICES= to use the CPU")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     logging.disable(logging.ERROR)  # torchrun's own account of failures: we report them in one line
     with TemporaryDirectory() as logs, handled(pass_on):

@@ -81,7 +81,7 @@ def score(
     """Score documents with a model in evaluation mode; in the model's own precision, sums in float64.
 
     Args:
-        prefix: the token that is put before every document (the end-of-document token).
+        prefix: the token that is put before every document, `LoadedRun.prefix`.
         stride: tokens scored by each window after a document's first; None: the context.
         batch: windows of a forward pass.
         watch: called before each forward pass with the positions that are scored, a bool tensor (B * T,).

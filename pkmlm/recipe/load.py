@@ -124,8 +124,11 @@ def named_as_twin(tree: Node, base: Node) -> Node:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` on top of `base`: mappings are merged key by key, everything else is replaced. An empty mapping (`memory:`
+    """`over` on top of `base`: mappings are merged key by key, everything else is replaced. An empty value (`memory:`
     with all of its keys commented out) changes nothing.
+
+    Raises:
+        UserError: `over` has {} for a mapping of `base` that is not empty: whoever writes it wants to drop that.
     """
     if isinstance(base.value, dict) and over.value == "" and not over.quoted:
         return base
@@ -135,6 +138,10 @@ def merge(base: Node, over: Node) -> Node:
         return replace(over, drops=base.drops or isinstance(base.value, dict))
     entries = dict(base.value)
     for key, node in over.value.items():
+        if node.value == {} and key in entries and isinstance(entries[key].value, dict) and entries[key].value:
+            raise UserError(
+                f"{node.place}: {key}: found {{}} (expected null, to drop what it holds, or keys to change)"
+            )
         entries[key] = merge(entries[key], node) if key in entries else node
     return Node(entries, over.place)
 

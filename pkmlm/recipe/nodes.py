@@ -71,7 +71,7 @@ class PlainComposer(yaml.SafeLoader):
 
 
 def yaml_text(path: Path) -> str:
-    """The text of a YAML file, without its byte-order mark.
+    """The text of a YAML file.
 
     Raises:
         UserError: it cannot be read, is not a regular file, has more than `MAX_BYTES` bytes, or is not UTF-8.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Recipe, recipe_sha256
-from pkmlm.report.equal import Equal, Over, at_equal
+from pkmlm.report.equal import Equal, Over, at_equal, bits_of_a_nat
 from pkmlm.report.metrics import FLOORED, METRICS
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.record import read_progress
@@ -88,8 +88,14 @@ class Comparison:
             run |= equal.facts[run["run"]] if equal else {}
         return equal
 
+    @property
+    def by_byte(self) -> bool:
+        """Whether losses can be compared by the byte alone, because the tokenizers differ."""
+        return several_tokenizers(self.facts)
+
     def curves(self, over: str) -> dict[str, list[tuple[float, list[Facts]]]]:
-        """By group, for each of its runs: what a step takes and the run's events.
+        """By group, for each of its runs: what a step takes, and the run's events, whose losses are in nats per token,
+        or, if they are compared by the byte, in bits per byte of the validation text.
 
         Args:
             over: "steps", "tokens", or what `at_equal` was called with.
@@ -102,7 +108,8 @@ class Comparison:
                 taken = self.runs[facts["run"]].step_tokens()
             else:
                 taken = facts[f"{over}_per_step"]
-            return taken, self.metrics[facts["run"]]
+            events = self.metrics[facts["run"]]
+            return taken, in_bits_per_byte(events) if self.by_byte else events
 
         return {group.name: [curve(run) for run in group.runs] for group in self.groups}
 
@@ -126,6 +133,18 @@ class Comparison:
             found |= {name: [] for name in trunks}
             found[main[2]] += [name for *_, name in family if name not in trunks]
         return found
+
+
+def several_tokenizers(runs: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether runs are known to have different tokenizers."""
+    return len({run["tokenizer"] for run in runs} - {None}) > 1
+
+
+def in_bits_per_byte(events: Sequence[Facts]) -> list[Facts]:
+    """The events of a run with their losses in bits per byte, or without, if no validation says what a nat is."""
+    bits = bits_of_a_nat(validations(events))
+    known = ((event, event.get("loss")) for event in events)
+    return [event | {"loss": loss * bits if loss is not None and bits is not None else None} for event, loss in known]
 
 
 def comparable_with_dense(groups: Sequence[Group]) -> tuple[Group | None, list[Group]]:

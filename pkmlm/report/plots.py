@@ -164,7 +164,12 @@ def draw_probes(folder: Path, record: Mapping[str, Any], look: Look) -> list[Pat
 
 @drawing
 def draw_curves(
-    folder: Path, runs: Mapping[str, Sequence[Curves]], over: str, look: Look, log: bool = False
+    folder: Path,
+    runs: Mapping[str, Sequence[Curves]],
+    over: str,
+    look: Look,
+    log: bool = False,
+    by_byte: bool = False,
 ) -> list[Path]:
     """Draw learning curves into a folder and return the files: none where no loss has been logged.
 
@@ -174,9 +179,10 @@ def draw_curves(
         over: the x axis, a key of `AXES`.
         look: of the files.
         log: whether the x axis is logarithmic.
+        by_byte: whether losses are in bits per byte, in place of nats per token.
     """
     name = "learning-curves" if over == "steps" else f"learning-curves-over-{over}"
-    return look.save(folder, name, learning_curves(runs, over, look, log))
+    return look.save(folder, name, learning_curves(runs, over, look, log, by_byte))
 
 
 def draw_comparison(
@@ -198,11 +204,11 @@ def draw_comparison(
     for over in overs:
         curves = comparison.curves(over)
         lines = {name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()}
-        drawn += draw_curves(folder, lines, over, look, log)
+        drawn += draw_curves(folder, lines, over, look, log, comparison.by_byte)
     dense, comparable = comparable_with_dense(comparison.groups)
     trunk = next((name for name, ends in branches.items() if dense and dense.name in (name, *ends)), None)
     names = [group.name for group in comparable]
-    figure = over_tokens(comparison.curves("tokens"), branches, trunk, names, look)
+    figure = over_tokens(comparison.curves("tokens"), branches, trunk, names, look, comparison.by_byte)
     return drawn + look.save(folder, "perplexity-and-use-over-tokens", figure)
 
 
@@ -358,7 +364,9 @@ def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None
     return figure
 
 
-def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look, log: bool = False) -> Figure | None:
+def learning_curves(
+    runs: Mapping[str, Sequence[Curves]], over: str, look: Look, log: bool = False, by_byte: bool = False
+) -> Figure | None:
     """Training loss, smoothed, and validation loss; None if no loss has been logged. Runs that differ in their seed
     have the same colour.
     """
@@ -382,7 +390,8 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
     if not losses.size:
         return None
     margin = 0.05 * (losses.max() - losses.min()) or 0.1
-    axes.set(xlabel=AXES[over], ylabel="loss (nats per token)", ylim=(losses.min() - margin, losses.max() + margin))
+    unit = "bits per byte" if by_byte else "nats per token"
+    axes.set(xlabel=AXES[over], ylabel=f"loss ({unit})", ylim=(losses.min() - margin, losses.max() + margin))
     above = any((early > losses.max() + margin).any() for early in cut)
     if log:
         axes.set_xscale("log")
@@ -402,9 +411,10 @@ def over_tokens(
     dense: str | None,
     comparable: Collection[str],
     look: Look,
+    by_byte: bool = False,
 ) -> Figure | None:
-    """Perplexity, the lead over a dense run, and how memories are used, at each validation; None if no run has two
-    validations. A panel without data is left out.
+    """Perplexity (or bits per byte), the lead over a dense run, and how memories are used, at each validation; None if
+    no run has two validations. A panel without data is left out.
 
     Args:
         runs: by name, one run, or several that differ in their seed, over tokens.
@@ -412,11 +422,12 @@ def over_tokens(
         dense: the name that others are compared with: curves with its curves, a branch with its branch of that length.
         comparable: the names whose losses can be compared with those of `dense`.
         look: of the figure.
+        by_byte: whether losses are in bits per byte, in place of nats per token; the lead is then left out.
     """
     lines = {name: [token_lines(*seed) for seed in seeds] for name, seeds in runs.items()}
     if all(len(seed["loss"]) < 2 for name in branches for seed in lines[name]):
         return None
-    twins, led = [seed["loss"] for seed in lines.get(dense or "", ())], set(comparable) - {dense}
+    twins, led = [seed["loss"] for seed in lines.get(dense or "", ())], set() if by_byte else set(comparable) - {dense}
     shorter: dict[float, list[NDArray[np.float64]]] = {}  # branches of the dense run, by their length
     for twin in (seed["loss"] for end in branches.get(dense or "", ()) for seed in lines[end]):
         if len(twin):
@@ -451,16 +462,17 @@ def over_tokens(
         for style, found in drawn:
             if len(found[panel]):
                 x, y = found[panel].T
-                axes.plot(x, np.exp(y) if panel == "loss" else y, **style)
+                axes.plot(x, np.exp(y) if panel == "loss" and not by_byte else y, **style)
         axes.grid(True)
-        axes.set(xscale="log", ylabel=OVER_TOKENS[panel], xlabel="tokens" if place > len(panels) - columns else "")
+        heading = "bits per byte" if panel == "loss" and by_byte else OVER_TOKENS[panel]
+        axes.set(xscale="log", ylabel=heading, xlabel="tokens" if place > len(panels) - columns else "")
         low, high = axes.dataLim.intervalx
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high > 10 * low else (1, 2, 3, 5, 7)))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_minor_formatter("")
         if panel in ("usage", "kl", "dead"):
             axes.set_ylim(0, 105 if panel == "usage" else max(0.1, 1.05 * axes.dataLim.y1))
-        if panel == "loss":
+        if panel == "loss" and not by_byte:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(ScalarFormatter())
             axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.7)))

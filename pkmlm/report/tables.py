@@ -12,7 +12,7 @@ from typing import Any
 from pkmlm.console import SHARE, Column, Table, number
 from pkmlm.errors import printable
 from pkmlm.memory.address import memory_label
-from pkmlm.report.compare import Group, flat_facts, shared_tasks
+from pkmlm.report.compare import Group, flat_facts, several_tokenizers, shared_tasks
 from pkmlm.report.equal import Equal
 from pkmlm.report.metrics import EVENNESS, FLOORED, METRICS
 from pkmlm.runs.results import average_accuracy
@@ -216,11 +216,6 @@ def _step_column(runs: Sequence[Mapping[str, Any]], key: str) -> list[Column]:
     return [AT_STEP] if any(run[key] not in (None, run["step"]) for run in runs) else []
 
 
-def several_tokenizers(runs: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether runs are known to have different tokenizers."""
-    return len({run["tokenizer"] for run in runs} - {None}) > 1
-
-
 def comparable_columns(runs: Iterable[Mapping[str, Any]], *names: str) -> dict[str, Column]:
     """`columns_of` these measures, without those by the token where tokenizers differ."""
     apart = several_tokenizers(runs)
@@ -251,6 +246,7 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
         notes.append("a run that went on is in the middle of its schedule")
     if several_tokenizers(runs):
         notes.append(TOKENIZERS)
+        notes += ["so many tokens are another amount of text for each tokenizer"] if over == "tokens" else []
     title = f"At equal {over}: {AMOUNTS[over].format(equal.amount)}, all that {printable(equal.shortest)} took"
     return noted(title, [Column("Run"), *shown.values()], rows, *notes)
 

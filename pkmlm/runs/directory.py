@@ -6,6 +6,7 @@ Nothing here is ordered by time stamps: the step numbers in the names are the or
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,6 +35,7 @@ from pkmlm.runs.results import EVAL, USAGE, read_metrics, read_results
 Read = TypeVar("Read")
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
+FACTS = threading.Lock()  # a checkpoint that is saved in the background notes what it took, beside other facts
 # What a run keeps in its folder, besides what is measured later.
 OWN = {"recipe.yaml", "run.json", "metrics.jsonl", "train.log", *TOKENIZERS, "checkpoints"}
 OWN |= {"best", "latest", "done"}
@@ -275,8 +277,9 @@ class RunDirectory:
 
     def write_facts(self, **facts: Any) -> None:
         """Set keys of run.json."""
-        self.refuse_replaced()
-        write_json(self.path / "run.json", {**self.facts(), **facts})
+        with FACTS:
+            self.refuse_replaced()
+            write_json(self.path / "run.json", {**self.facts(), **facts})
 
     @property
     def tokenizer_file(self) -> Path:

@@ -34,6 +34,8 @@ class Cell:
         tuned: the value of the tuned key; None where the grid tunes nothing.
         overrides: what turns the grid's base recipe into this cell's, `key=value` each.
         recipe: that recipe.
+        named: the point by which its run is named: of a grid with `equal`, maybe another amount, at which it takes as
+            many steps.
     """
 
     point: Point
@@ -80,7 +82,12 @@ class Cells:
         self.values = grid.tune.values if grid.tune else (None,)
         seed = grid.seeds[0]
         places = [(point, value) for point in grid.points() for value in self.values]
-        self.first = {(point, value): self._cell(point, seed, value) for point, value in places}
+        self.first: dict[Place, Cell] = {}
+        for point, value in places:
+            cell = self._cell(point, seed, value)
+            # A point without the tuned key has the same recipe at each value, and one run.
+            alike = (self.first[point, other] for other in self.values if (point, other) in self.first)
+            self.first[point, value] = next((other for other in alike if other.recipe == cell.recipe), cell)
         for other in grid.seeds[1:]:  # refuses an invalid seed now
             self._cell(grid.points()[0], other, self.values[0])
         distinct: dict[str, Cell] = {}
@@ -154,7 +161,7 @@ class Cells:
         return [f"{', '.join(names)}: {text}" for text, names in found.items()]
 
     def tuning(self, point: Point) -> list[Cell]:
-        """The cells of a point's first seed, one for each value of the tuned key."""
+        """The cells of a point's first seed, one for each value of the tuned key: the same, if the point lacks it."""
         return [self.first[point, value] for value in self.values]
 
     def others(self, point: Point, tuned: str | None) -> list[Cell]:
@@ -169,11 +176,6 @@ class Cells:
             )
             for seed in self.grid.seeds[1:]
         ]
-
-    @property
-    def runs_of_a_point(self) -> int:
-        """How many runs each point has."""
-        return len(self.values) + len(self.grid.seeds) - 1
 
     def __len__(self) -> int:
         """How many runs there are: points may share theirs."""

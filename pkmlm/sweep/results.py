@@ -174,14 +174,17 @@ class Results:
         return found + [each for of in of_points for each in rank_correlations(self.grid, *of)]
 
     def equal_at(self, points: Sequence[Point]) -> str | None:
-        """What the runs of these points take equally much of: without `equal`, tokens, if all of them read as many."""
+        """What the runs of these points take equally much of: without `equal`, tokens, if all of them read as many of
+        one tokenizer.
+        """
         if self.grid.equal:
             return points[0][-1]
         read = set()
         for outcome in (outcome for point in points for outcome in self.chosen(point)):
             recipe = outcome.cell.recipe
             read.add((outcome.facts["step"] * recipe.train.batch_tokens, recipe.data.pack))
-        return "tokens" if len(read) == 1 else None
+        apart = len({self.tokenizer(point) for point in points} - {None}) > 1
+        return "tokens" if len(read) == 1 and not apart else None
 
     def tokenizer(self, point: Point) -> str | None:
         """The sha256 of the tokenizer of a point's runs; None if none was measured."""
@@ -259,12 +262,12 @@ class Results:
         grid, rows, shared, all_hours = self.grid, [], set(), 0.0
         for point in grid.points():
             cost, cell = self.cost(point), self.cells.first[point, self.cells.values[0]]
-            steps, runs = cell.recipe.train.steps, self.cells.runs_of_a_point
+            first = {each.name: each for each in self.cells.tuning(point)}
+            steps, runs = cell.recipe.train.steps, len(first) + len(grid.seeds) - 1
             sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
-            first = self.cells.tuning(point)
-            all_steps = sum(each.recipe.train.steps for each in first) + (runs - len(first)) * steps
+            all_steps = sum(each.recipe.train.steps for each in first.values()) + (runs - len(first)) * steps
             hours = seconds[point] * all_steps / 3600 if seconds else 0.0
-            names = tuple(each.name for each in first)
+            names = tuple(first)
             all_hours += hours if names not in shared else 0.0
             shared.add(names)
             rows.append([*point, *sizes, steps, steps * mean_read(cell.recipe) / 1e6, runs, hours])
@@ -294,8 +297,9 @@ class Results:
         rows = []
         for point in grid.points():
             chosen, row = self.chosen(point), list[Any](point)
-            if grid.tune:
-                row.append(chosen[0].cell.tuned if chosen else None)
+            if grid.tune:  # what was chosen of several
+                one = len({cell.name for cell in self.cells.tuning(point)}) == 1 < len(grid.tune.values)
+                row.append(chosen[0].cell.tuned if chosen and not one else None)
             if grid.trains:
                 seeds, wanted = self.seeds_of(point, measures), len(grid.seeds)
                 row.append(f"{seeds}/{wanted}" if 0 < seeds < wanted else seeds or None)
@@ -329,8 +333,8 @@ class Results:
                     row.append(None)
                 else:
                     row.append(outcome.facts.get("valid_loss") if outcome.status == "measured" else outcome.status)
-            winner = self.winner(point)
-            at_edge = winner and winner.cell.tuned in (tune.values[0], tune.values[-1])
+            winner, tried = self.winner(point), {cell.tuned for cell in self.cells.tuning(point)}
+            at_edge = winner and len(tried) > 1 and winner.cell.tuned in (tune.values[0], tune.values[-1])
             rows.append([*row, "yes" if at_edge else None])
         return Table(f"Validation (nats per token) of seed {self.grid.seeds[0]} by {tune.key}", columns, rows)
 

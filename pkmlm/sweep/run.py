@@ -240,7 +240,7 @@ def run_sweep(
                 continue
             if equal := comparison.at_equal(over, amounts):
                 results.equals.append(equal)
-            drawn += draw_curves(folder.path, comparison.curves(over), over, look)
+            drawn += draw_curves(folder.path, comparison.curves(over), over, look, by_byte=comparison.by_byte)
         show(*folder.write(results, drawn))
         if drawn:
             say_drawn(len(drawn), folder.path)

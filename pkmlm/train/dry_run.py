@@ -12,7 +12,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.init_from import check_init_from
 from pkmlm.train.job import Job
 from pkmlm.train.out_of_memory import rank_bytes, too_large_warning
-from pkmlm.train.resume_check import check_allowed, refuse_changed_recipe, refuse_output
+from pkmlm.train.resume_check import check_allowed, refuse_changed_recipe, refuse_other_data, refuse_output
 from pkmlm.train.run import build_state, explaining_failure, initial_model
 from pkmlm.train.slot_choice import check_background
 from pkmlm.train.step import train_step
@@ -39,6 +39,7 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto",
                 refuse_output(run, resume)
                 if run.steps():
                     refuse_changed_recipe(run, job.recipe, allowed)
+                    refuse_other_data(run, job)
             if run is None or not run.steps():  # a resume does not read `train.init_from`
                 start, warnings = check_init_from(job)
             check_background(job)

@@ -501,6 +501,13 @@ def test_only_what_was_validated_on_the_same_tokens_is_ahead_of_the_dense_model(
         assert shown.count("the tokenizers differ") == (0 if by_token else 2), "in each table that leaves something out"
         assert shown.count("Valid bits/byte") == 2
         assert "word ppl" in shown
+        both = compare_runs([str(folders["dense"]), str(folders[other])])
+        assert both.by_byte is not by_token
+        for name, [(_, events)] in both.curves("tokens").items():
+            measured = [event for event in both.metrics[name] if event["event"] == "valid"]
+            unit = 1 if by_token else next(each["bits_per_byte"] / each["loss"] for each in measured if each["loss"])
+            drawn = [event["loss"] for event in events if event["event"] == "valid"]
+            assert drawn == [None if event["loss"] is None else event["loss"] * unit for event in measured]
 
 
 def test_a_perplexity_of_an_older_checkpoint_is_told(run: Path) -> None:

@@ -159,8 +159,9 @@ def test_a_resume_with_another_tokenizer_or_other_tokens_names_both(ground):
     model = ground.tokens / "tokenizer.model"
     tokens = ground.folder / "other-tokens"
     ground.forks.pkmlm("tokenize", valid, "--valid", valid, "-o", tokens, "--tokenizer", model)
-    said = ground.train("product-key", run, "-s", f"data.dir={tokens}", code=2).stderr
-    assert "other tokens" in said
+    for dry in ([], ["--dry-run"]):
+        said = ground.train("product-key", run, "-s", f"data.dir={tokens}", *dry, code=2).stderr
+        assert "other tokens" in said
     (run / "run.json").unlink()  # only a record: what the checkpoint was made from stands in the checkpoint
     said = ground.train("product-key", run, "-s", f"data.dir={tokens}", code=2).stderr
     assert "other tokens" in said

@@ -233,6 +233,10 @@ def test_over_tokens() -> None:
     only = plots.over_tokens({"dense": curves["dense"]}, {"dense": []}, "dense", ["dense"], LOOK)
     assert only is not None
     assert "lead" not in " ".join(axes.get_ylabel() for axes in only.axes)
+    bytewise = plots.over_tokens(curves, branches, "dense", list(curves), LOOK, by_byte=True)
+    assert bytewise is not None
+    assert [axes.get_ylabel() for axes in bytewise.axes[:2]] == ["bits per byte", "slots used (%)"], "without a lead"
+    assert bytewise.axes[0].lines[3].get_ydata() == pytest.approx([2.0])
     alone = plots.over_tokens({"one": [(1, [valid(1)])]}, {"one": []}, None, [], LOOK)
     assert alone is None, "one validation is not over tokens"
 

@@ -454,6 +454,11 @@ def test_a_base_is_read_first_and_errors_name_the_file_at_fault(tmp_path: Path, 
     recipe = load_recipe(child)
     assert recipe.model == replace(load_recipe(recipe_file).model, dim=128)
     assert recipe.name == "small"
+    child.write_text("base: ../r.yaml\nmodel:\n  memories: {}\n")
+    assert error_of(child).message.startswith(f"{child}:3:3: memories: found {{}} (expected null")
+    with pytest.raises(UserError, match="expected null"):
+        load_recipe(recipe_file, ["model.memories.pkm={}"])
+    assert load_recipe(recipe_file, ["model.memories=null", "model.memories={}"]).model.memories == {}
     child.write_text("base: ../r.yaml\nmodel:\n  memories:\n  #  pkm: null\n")
     assert load_recipe(child).model == load_recipe(recipe_file).model  # a section without keys changes nothing
     recipe_file.write_text(GOOD + "log: {every: x}\n")

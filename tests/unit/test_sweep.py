@@ -335,6 +335,19 @@ def test_what_takes_as_many_steps_at_both_is_one_run(folder):
     assert len(results.in_order()) == results.ended == len(cells)
 
 
+def test_a_point_without_the_tuned_key_is_one_run(folder):
+    tune = "tune: {key: model.memories.pkm.optim.lr, values: [1e-3, 3e-3, 1e-2]}\nseeds: [1, 2]\n"
+    cells = Cells(grid_of(folder, EQUAL + tune, None), folder / "base.yaml")
+    assert len(cells) == (1 + 1) + 2 * (3 + 1)
+    results = Results(cells.grid, cells, {place: {"dense": 1, "memory": 0, "operations": 1} for place in cells.first})
+    for cell in cells.first.values():
+        results.add(measured_by_hand(cell, {"valid_loss": 5.0 - float(cell.tuned)}))
+    rows = {row[0]: row[1:] for row in results.tables()[-1].rows}
+    assert rows["none"] == [4.999, 4.999, 4.999, None], "whose best is at no edge"
+    assert rows["pkm"] == [4.999, 4.997, 4.99, "yes"]
+    assert [row[-1] for row in results.plan({}).rows[:3]] == [2, 4, 4]
+
+
 def test_a_quoted_value_reaches_the_recipe_as_it_is(folder):
     text = GRID.replace("set: {", r"""set: {data.dir: "a\\b\"c\nd", """)
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
