@@ -154,7 +154,7 @@ $(LONG)/$(1)-$(2)/eval/done: | $(LONG)/$(1)-$(2)
 	$(PKMLM) train recipes/worth/long-$(1).yaml -o $(LONG)/$(1)-$(2) -s data.dir=$(BOOKS) $(SET) \
 	  -s train.steps=$$(shell expr $(2) + $$(DECAY)) -s optim.decay_steps=$$(DECAY)
 	$(PKMLM) eval $(LONG)/$(1)-$(2)
-	$(if $(filter dense%,$(1)),,$(PKMLM) usage-report $(LONG)/$(1)-$(2))
+	$(if $(filter dense% modern,$(1)),,$(PKMLM) usage-report $(LONG)/$(1)-$(2))
 	touch $$@
 endef
 

@@ -106,7 +106,7 @@ def list_recipes() -> None:
             model = load_recipe(path).model
             recipes.append([name, model.layers, model.dim, " ".join(model.kinds) or "none", model.attention])
     columns = [Column("Recipe"), number("Layers"), number("Width"), Column("Memory"), Column("Attention")]
-    tables = [Table("", columns, recipes), Table("", [Column("Grid"), Column("Table")], grids)]
+    tables = [Table("", columns, recipes), Table("", [Column("Grid"), Column("Title")], grids)]
     click.echo("\n".join(table.render() for table in tables), nl=False)
 
 

@@ -118,9 +118,12 @@ class TableOptim(Section):
         "row-adam",
         "row-adam updates only the rows that were read; adam all rows; row-sgd those read, without moments",
     )
-    lr: float | None = key(None, "peak learning rate of the tables; null: lr_scale", gt=0, le=1e6)
+    lr: float | None = key(None, "peak learning rate of the tables, unless lr_scale gives it", gt=0, le=1e6)
     lr_scale: float | None = key(
-        None, "the same, as a multiple of optim.lr; null: lr, or the kind's own", gt=0, le=1000
+        None,
+        "the same, as a multiple of optim.lr; without both: lr 1e-3 with keys, else lr_scale 5, of hash 3",
+        gt=0,
+        le=1000,
     )
     betas: tuple[float, float] | None = key(None, "Adam's decay rates; null: those of optim", ge=0, lt=1)
     eps: float | None = key(None, "Adam's epsilon; null: that of optim", ge=1e-30)

@@ -187,7 +187,7 @@ class Optim:
     schedule: Schedule = key("cosine", "learning-rate schedule")
     warmup_steps: Steps = key(200, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: Share = key(
-        0.1, "cosine and linear end at this share of the peak, decay_steps at this share of the schedule"
+        0.1, "share of the peak at which cosine and linear end; with decay_steps, of what the schedule gives at the end"
     )
     decay_steps: Steps = key(
         0,

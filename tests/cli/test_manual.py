@@ -146,14 +146,18 @@ def test_the_page_on_attaching_does_what_it_says(tmp_path):
 
 
 def test_make_targets_exist():
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = re.findall(r"^([a-z][a-z0-9/.-]+):", (ROOT / "Makefile").read_text(), re.M)
     targets += [f"{path.parts[-3]}-{path.stem}" for path in (ROOT / "recipes").glob("*/grids/*.yaml")]
     texts = [README, (ROOT / ".github" / "CONTRIBUTING.md").read_text(), *PAGES.values()]
+    texts += [page.read_text() for page in (ROOT / "recipes").rglob("README.md")]
     shown = [
-        word for text in texts for line in re.findall(r"^make (.+)", text, re.M) for word in line.split("#")[0].split()
+        word
+        for text in texts
+        for line in re.findall(r"^make (.+)", text, re.M)
+        for word in shlex.split(line, comments=True)
     ]
-    named = [word for word in shown if "=" not in word]
-    named += [word for text in texts for word in re.findall(r"`make ([a-z0-9-]+)`", text)]
+    named = [word for word in shown if re.fullmatch(r"[a-z][a-z0-9/.-]+", word)]
+    named += [word for text in texts for word in re.findall(r"`make ([a-z][a-z0-9-]+)`", text)]
     assert len(named) >= 8
     assert set(named) <= set(targets)
 

@@ -782,6 +782,16 @@ def test_every_grid_has_a_make_target():
             assert "--device 0,1" in line, target
 
 
+def test_usage_is_told_of_long_runs_with_a_memory_alone():
+    command = ["make", "-n", "worth-long", "LONG_MODELS=dense modern modern-ngrams", "LONG_STEPS=500", "CORPUS=some"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    reported = [line.split()[-1] for line in told.splitlines() if "usage-report" in line]
+    assert reported == ["sweeps/worth-long/modern-ngrams-500"]
+    for model in ("dense", "modern", "modern-ngrams"):
+        recipe = load_recipe(ROOT / "recipes" / "worth" / f"long-{model}.yaml")
+        assert bool(recipe.model.memories) is (f"sweeps/worth-long/{model}-500" in reported)
+
+
 @pytest.mark.parametrize("archive", sorted((ROOT / "recipes").rglob("*.tar.xz")), ids=lambda path: path.parent.name)
 def test_the_records_that_come_along_are_those_of_runs(archive, tmp_path):
     """Without their logs, which are large: recipes, measurements of their checkpoints, times of their steps."""
