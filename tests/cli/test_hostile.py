@@ -181,13 +181,6 @@ def test_checkpoints_without_their_record_or_recipe_are_still_a_run(begun, copy,
     assert (copy / name).exists()
 
 
-def test_a_report_of_a_checkpoint_without_its_manifest_is_refused(copy):
-    (copy / "checkpoints/step-00000008/manifest.json").unlink()
-    said = pkmlm("usage-report", copy, "--step", "8", code=1).stderr
-    assert "manifest is missing" in said
-    assert "hint: the checkpoint is damaged" in said
-
-
 def test_another_s_damaged_checkpoint_begins_no_run(begun, copy, tmp_path):
     for path in copy.glob("checkpoints/*/weights.safetensors"):
         path.write_bytes(b"")

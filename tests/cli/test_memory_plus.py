@@ -1,11 +1,8 @@
 """What the commands make of a model with Memory+ (two layers share a table, behind gates), and of one with PEER."""
 
-import csv
-import io
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,48 +11,12 @@ from pkmlm.measure.slots import LogitLens, find_memory
 from tests.conftest import given, pkmlm
 
 
-def report(*arguments: object) -> list[dict]:
-    return list(json.loads(pkmlm("usage-report", *arguments, "--format", "json").stdout)["runs"][0]["memories"])
-
-
-def test_the_usage_of_a_pool(trained) -> None:
-    run = trained("memory-plus")
-    first, second, pool = report(run)
-    places = [(memory["memory"], memory["layer"]) for memory in (first, second, pool)]
-    assert places == [("plus", 1), ("plus", 2), ("plus", None)]
-    assert pool["reads"] == first["reads"] + second["reads"]
-    assert pool["slots"] == 256
-    assert max(first["count"]["usage"], second["count"]["usage"]) <= pool["count"]["usage"] <= 1
-    assert [layer["layer"] for layer in pool["layers"]] == [1, 2]
-    assert [layer["kl"] for layer in pool["layers"]] == [first["mass"]["kl"], second["mass"]["kl"]]
-    assert 0 < pool["layer_overlap"] < 1
-    for memory in (first, second, pool):
-        assert 1 <= memory["effective"] <= 4, "of four reads of a head"
-        assert 0.25 <= memory["top_weight"] <= 1
-    assert report(run) == [first, second, pool], "as it is kept"
-    text = pkmlm("usage-report", run).stdout
-    assert all(len(line) <= 80 for line in text.splitlines())
-    rows = list(csv.DictReader(io.StringIO(pkmlm("usage-report", run, "--format", "csv").stdout)))
-    assert [float(row["effective"]) for row in rows] == [each["effective"] for each in (first, second, pool)]
-
-
-def test_pictures_page_and_arrays_of_a_pool(trained, tmp_path: Path) -> None:
-    run = trained("memory-plus")
-    page, arrays = tmp_path / "page.html", tmp_path / "a.npz"
-    pkmlm("usage-report", run, "--plots", tmp_path / "plots", "--html", page, "--export", arrays)
-    names = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert {"memory-plus-map-plus.png", "memory-plus-map-layer-1-plus.png"} <= names
-    assert page.stat().st_size > 10_000
-    with np.load(arrays) as found:
-        assert found["plus.counts"].shape == (4, 256)
-
-
 @pytest.mark.parametrize("kind", ["memory-plus", "peer"])
 def test_validation_and_comparison_tell_the_weights(trained, kind: str) -> None:
     run = trained(kind)
     valid = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"valid"' in line]
     assert all(1 <= memory["effective"] <= 4 for event in valid for memory in event["usage"])
-    report(run)
+    pkmlm("usage-report", run)
     facts = json.loads(pkmlm("compare", run, "--format", "json").stdout)["runs"][0]
     assert facts["kind"] == ("product-key" if kind == "memory-plus" else "peer")
     text = pkmlm("compare", run).stdout

@@ -95,16 +95,6 @@ def test_an_export_is_probed_as_its_run(trained, tokens: Path, novels: Path, tmp
     assert "nowhere" in refused
 
 
-@pytest.mark.slow
-def test_an_export_of_experts_is_probed_as_its_run(trained, tokens, tmp_path) -> None:
-    run, export = trained("peer"), tmp_path / "out"
-    pkmlm("export", run, "-o", export)
-    from_run, from_export = (probe(where, "--data", tokens)["memories"] for where in (run, export))
-    assert [memory["memory"] for memory in from_run] == ["experts"]
-    assert all(probe["nats"] for memory in from_run for probe in memory["probes"].values()), "each changes something"
-    assert from_export == from_run
-
-
 def test_what_cannot_be_compared_is_refused(trained, novels: Path, write_recipe, tmp_path: Path) -> None:
     assert "memory" in pkmlm("probe", trained("dense"), code=2).stderr
     pkmlm("tokenize", novels / "train.txt", "-o", tmp_path / "other", "--vocab-size", 500, "-q")

@@ -13,7 +13,7 @@ from pkmlm.console import Column, Table
 from pkmlm.errors import UserError
 from tests import PATIENCE
 from tests.cli.test_help import ALL
-from tests.conftest import ROOT, pkmlm
+from tests.conftest import ROOT
 
 
 def options_of(command: click.Command, name: str) -> list[click.Option]:
@@ -30,15 +30,6 @@ def test_every_command_with_json_takes_it_as_a_form_of_its_own():
                 (short,) = options_of(command, "--json")
                 assert (short.name, short.flag_value) == (option.name, "json"), path
         assert bool(options_of(command, "--json")) == any("json" in option.type.choices for option in forms), path
-
-
-@pytest.mark.parametrize("command", ["cost", "compare"])
-def test_json_has_two_spellings(command, trained):
-    run = trained("product-key")
-    words = [command, run.with_suffix(".yaml") if command == "cost" else run]
-    short, long = (json.loads(pkmlm(*words, "-q", *form).stdout) for form in (["--json"], ["--format", "json"]))
-    assert short == long
-    assert pkmlm(*words, "-q").stdout.count("\n") > 3, "a table"
 
 
 def test_lines_between_tables_are_text_in_every_form():

@@ -51,13 +51,6 @@ def test_one_slot_is_named_three_ways(trained) -> None:
     assert f"[{best['contexts'][0]['token']}]" in text.replace("\n                        ", "")
 
 
-def test_tokens_of_a_prompt(trained) -> None:
-    found = slots(trained("product-key"), "It was a dark night", "--top", 2)
-    assert "".join(entry["token"] for entry in found["tokens"]) == "</s>It was a dark night"
-    assert all(len(entry["slots"]) == 2 for entry in found["tokens"])
-    assert len(found["tokens"][0]["slots"][0]["raises"]) == 8
-
-
 def test_hash_tables_by_table_and_bucket(trained) -> None:
     run = trained("hash")
     found = slots(run, "--layer", "1:ffn1", "--top", 3)

@@ -316,26 +316,6 @@ def test_a_full_disk_is_named_and_leaves_nothing(texts):
     assert not list(texts.glob("*out*"))
 
 
-def test_a_killed_run_leaves_nothing_that_looks_finished(texts):
-    (texts / "long.txt").write_text(prose(300_000))
-    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "first")
-    command = [sys.executable, "-m", "pkmlm", "tokenize", "long.txt", "--tokenizer", "first/tokenizer.model"]
-    command += ["-o", "out"]
-    for number in (signal.SIGINT, signal.SIGKILL):
-        running = subprocess.Popen(command, cwd=texts, stderr=subprocess.PIPE)
-        until = time.monotonic() + PATIENCE
-        while not list(texts.glob(".tmp-*-out/.tmp-*-train-00000.bin")) and time.monotonic() < until:
-            time.sleep(0.005)
-        running.send_signal(number)
-        errors = running.communicate(timeout=PATIENCE)[1]
-        assert running.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), errors
-        assert not (texts / "out").exists()
-        assert bool(list(texts.glob(".tmp-*-out"))) == (number == signal.SIGKILL)
-    tokenize(texts / "valid.txt", "--vocab-size", 320, "-o", texts / "out")
-    assert text_of(texts / "out").encode() == (texts / "valid.txt").read_bytes()
-    assert not list(texts.glob(".tmp-*-out"))
-
-
 def test_an_interrupt_ends_the_wait_for_standard_input(texts):
     tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "first")
     command = [sys.executable, "-m", "pkmlm", "tokenize", "-", "--tokenizer", "first/tokenizer.model", "-o", "out"]

@@ -69,17 +69,6 @@ def test_a_folder_for_plots_that_cannot_be_written_costs_no_pass(run_of: Callabl
     assert not (run / "usage").exists()
 
 
-def test_hash_layers_have_tables(run_of: Callable[[str], Path]) -> None:
-    (entry,) = report(run_of("hash"))
-    assert [(m["memory"], m["layer"], m["part"]) for m in entry["memories"]] == [
-        ("tables", layer, part) for layer in (1, 2) for part in ("qkv", "ffn1", "ffn2")
-    ]
-    for memory in entry["memories"]:
-        assert len(memory["tables"]) == 8, "32 wide, 4 bits: 8 tables"
-        assert memory["reads"] == memory["tokens"] * 8
-        assert "heads" not in memory
-
-
 def test_the_second_report_needs_no_forward_pass(run_of: Callable[[str], Path]) -> None:
     run = run_of("product-key")
     before = report(run)

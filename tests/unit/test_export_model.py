@@ -41,7 +41,7 @@ from pkmlm.memory.table import tables_of
 from pkmlm.memory.token.spec import TokenSpec
 from pkmlm.model.transformer import Transformer, build_model, kept_in_fp32
 from pkmlm.recipe.constraints import check_recipe
-from pkmlm.recipe.schema import AttentionOptions, Model, Recipe, Train
+from pkmlm.recipe.schema import Model, Recipe, Train
 
 CPU = torch.device("cpu")
 REFUSED = {("Model.attention", kind) for kind in ("linformer", "cosformer", "performer")}
@@ -233,17 +233,6 @@ def test_positions_of_another_shape_are_refused(tmp_path, exported):
     for positions in (torch.arange(20).expand(3, 2, 20), torch.arange(19)[None], torch.arange(20)):
         with pytest.raises(ValueError, match="position_ids"):
             model(ids_BT, position_ids=positions)
-
-
-@pytest.mark.parametrize("attention", [kind for _, kind in sorted(REFUSED)])
-def test_other_attention_than_softmax_is_not_exported(attention, tmp_path, exported):
-    recipe = recipe_of(
-        replace(MODEL, attention=attention, document_mask=False, attention_options=AttentionOptions(block=8, rank=2))
-    )
-    with pytest.raises(UserError, match=attention) as caught:
-        exported(tmp_path / "export", build_model(recipe, 600), recipe)
-    assert caught.value.exit_code == 2
-    assert not list(tmp_path.iterdir())
 
 
 KEYS: dict[str, Any] = {"num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}

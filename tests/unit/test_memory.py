@@ -264,16 +264,6 @@ def test_batch_norm_is_torchs():
     torch.testing.assert_close(ours.eval()(x), torchs.eval()(x))
 
 
-def test_usage_weights_are_those_after_the_softmax():
-    memory, seen = memory_of(), []
-    memory.tap.register_forward_hook(lambda tap, inputs, output: seen.append(output))
-    memory(torch.randn(2, 5, 10))
-    slots, weights = seen[0]
-    assert slots.shape == weights.shape == (10, 3, 5)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(10, 3))
-    assert int(slots.max()) < 36
-
-
 @pytest.mark.parametrize("score", ["paper", "scaled"])
 def test_a_hash_layer_computes_equation_13(score):
     layer = HashLayer(12, 7, bits=4, score=score, temperature=0.8).double()

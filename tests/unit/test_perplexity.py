@@ -14,7 +14,7 @@ from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import Documents, documents_of_split, documents_of_text, open_split
-from pkmlm.evaluate.generate import Sampling, generate, sample_token, stream_text
+from pkmlm.evaluate.generate import Sampling, sample_token, stream_text
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import score, windows
 from pkmlm.model.transformer import build_model
@@ -74,12 +74,6 @@ def test_the_sum_is_that_of_a_slow_loop(stride, batch):
     assert result.word_ppl == pytest.approx(math.exp(expected / 20), rel=1e-5)
     assert result.byte_ppl == pytest.approx(math.exp(expected / 100), rel=1e-6)
     assert result.bits_per_byte == pytest.approx(expected / 100 / math.log(2), rel=1e-6)
-
-
-def test_documents_never_share_context():
-    model, documents = model_and_documents()
-    alone = [score(model, replace(documents, ids=[ids]), 1).nll for ids in documents.ids]
-    assert score(model, documents, 1).nll == pytest.approx(sum(alone), rel=1e-6)
 
 
 def test_scores_that_are_not_finite_are_an_error():
@@ -170,19 +164,6 @@ def test_all_validations_of_a_run_open_its_split_once(trained, monkeypatch, most
     validate = validator(state, run.tokenizer, print)
     assert validate(StopRequest()) == validate(StopRequest())
     assert len(opened) == 1
-
-
-def test_generation_is_the_same_with_and_without_a_cache(trained):
-    run = load_run(trained("product-key"), "latest")
-    greedy = list(generate(run.model, [run.tokenizer.eos, 7], Sampling(temperature=0), 20, 600))
-    ids = [run.tokenizer.eos, 7]
-    for _ in range(20):
-        ids.append(int(run.model(torch.tensor([ids]))[0, -1].argmax()))
-    assert greedy == ids[2:]
-    longer = list(generate(run.model, ids, Sampling(seed=3), 100, 600))  # past the context of 32
-    assert len(longer) == 100
-    assert longer == list(generate(run.model, ids, Sampling(seed=3), 100, 600))
-    assert longer != list(generate(run.model, ids, Sampling(seed=4), 100, 600))
 
 
 def test_sampling_keeps_to_top_k_and_top_p():
