@@ -207,6 +207,11 @@ class Attachment:
             raise UserError(
                 "what is attached has an optimizer already", "use that one; its param_groups hold the rates"
             )
+        if any(not table.weight_KD.requires_grad for table in tables.values()):
+            raise UserError(
+                "the tables of what is attached are frozen (requires_grad is False)",
+                "attach after peft has wrapped the model, or set requires_grad of `attached.module` to True",
+            )
         names = {self._prefix + name for name in tables}
         rest = [parameter for name, parameter in self._trained() if name not in names]
         groups: list[dict[str, Any]] = [

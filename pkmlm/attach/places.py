@@ -24,6 +24,7 @@ from pkmlm.memory.gate import Gate
 from pkmlm.memory.init import initialise
 from pkmlm.memory.spec import Place, Site, Spec, SpecError
 from pkmlm.memory.table import Pool
+from pkmlm.seeds import derived_seed
 
 NAME = "pkmlm"  # of all that is attached, among the modules of its network
 
@@ -350,7 +351,7 @@ def insert(
         with memory_errors("not enough memory for what is to be attached", "give it fewer or narrower slots"):
             attached.to_empty(device=next(iter(devices)))
         if seed is not None:
-            initialise(attached, seed)
+            initialise(attached, seed if name == "memory" else derived_seed(seed, name))  # no memory is another's copy
     attached.train(model.training)
     if attached.token_ids is not None:
         host: Any = model

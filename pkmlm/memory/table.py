@@ -187,6 +187,7 @@ class Values(nn.Module):
         """Tell torch, which cannot see it, that a kernel has written rows, and the same rows of `copy_KD` if given."""
         torch.autograd.graph.increment_version(self.weight_KD)
         if copy_KD is not None:
+            torch.autograd.graph.increment_version(copy_KD)
             self._copied = self.weight_KD._version
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -72,13 +72,14 @@ class AttentionLayout(NamedTuple):
     mask_BTT: Tensor
 
     def as_added(self, dtype: torch.dtype) -> "AttentionLayout":
-        """The same with a mask of 0 and minus infinity in the dtype of queries, that of the autocast or else `dtype`.
-        Of a mask of bools, attention would make such a copy in each layer, and keep it for the backward pass.
+        """The same with its positions, and with a mask of 0 and minus infinity in the dtype of queries, that of the
+        autocast or else `dtype`. Of a mask of bools, attention would make such a copy in each layer, and keep it for
+        the backward pass.
         """
         kind = self.mask_BTT.device.type
         wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         added_BTT = torch.zeros(self.mask_BTT.shape, dtype=wanted, device=self.mask_BTT.device)
-        return self._replace(mask_BTT=added_BTT.masked_fill_(~self.mask_BTT, -math.inf))
+        return AttentionLayout(positions_of(self), added_BTT.masked_fill_(~self.mask_BTT, -math.inf))
 
 
 class Documents:

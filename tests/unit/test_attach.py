@@ -192,7 +192,12 @@ def test_several_attachments_are_saved_and_detached_each_by_itself(order, tmp_pa
 
 def test_several_attachments_train_each_by_itself():
     model = base()
-    first, second = (pkmlm.attach(model, KEYS, layers=[1], seed=seed) for seed in (1, 2))
+    first, second = (pkmlm.attach(model, KEYS, layers=[1]) for _ in range(2))
+    drawn = [
+        next(each for name, each in attached.module.named_parameters() if "subkeys" in name)
+        for attached in (first, second)
+    ]
+    assert not torch.equal(*drawn), "or one would stay a copy of the other"
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     train(model, first)
     own = {id(parameter) for parameter in first.module.parameters()}
@@ -200,6 +205,16 @@ def test_several_attachments_train_each_by_itself():
         assert torch.equal(parameter, start[name]) == (id(parameter) not in own), name
     train(model, second)
     assert first.step == second.step == 5
+
+
+def test_what_is_frozen_has_no_optimizer():
+    model = base()
+    attached = pkmlm.attach(model, KEYS, layers=[1])
+    model.requires_grad_(False)  # as peft does when it wraps a model
+    with pytest.raises(UserError, match="frozen"):
+        attached.optimizer(1e-2)
+    attached.module.requires_grad_(True)
+    attached.optimizer(1e-2)
 
 
 def test_two_n_gram_memories_keep_apart_what_they_have_seen():

@@ -16,7 +16,7 @@ from pkmlm.memory.hash.spec import HashSpec
 from pkmlm.memory.init import initialise, orthogonal_rows
 from pkmlm.memory.product_key.spec import ProductKeySpec
 from pkmlm.model import efficient_attention
-from pkmlm.model.attention import AttentionLayout, KVCache, repeat_heads, rotate, rotation
+from pkmlm.model.attention import AttentionLayout, KVCache, positions_of, repeat_heads, rotate, rotation
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
@@ -251,6 +251,7 @@ def test_what_a_gpu_is_given_is_the_same_attention(tmp_path):
     repeated = (repeat_heads(x, 6) for x in (k, v))
     found = scaled_dot_product_attention(q, *repeated, attn_mask=added.mask_BTT[:, None])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    assert torch.equal(positions_of(added), mask.sum(-1) - 1), "not counted from what is added"
     with torch.autocast("cpu", torch.bfloat16):
         assert layout.as_added(torch.float32).mask_BTT.dtype == torch.bfloat16, "that of queries"
     model = build_model(recipe_2019(), 40).double().eval()
