@@ -164,6 +164,10 @@ class Cells:
         """The cells of a point's first seed, one for each value of the tuned key: the same, if the point lacks it."""
         return [self.first[point, value] for value in self.values]
 
+    def tunes(self, point: Point) -> bool:
+        """Whether the tuned key is in this point's recipe, so that its values are told apart; one alone is taken so."""
+        return len(self.values) == 1 or len({cell.name for cell in self.tuning(point)}) > 1
+
     def others(self, point: Point, tuned: str | None) -> list[Cell]:
         """The cells of a point's other seeds at a tuned value, whatever happened to the base's file since."""
         first = self.first[point, tuned]

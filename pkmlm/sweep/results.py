@@ -183,8 +183,11 @@ class Results:
         for outcome in (outcome for point in points for outcome in self.chosen(point)):
             recipe = outcome.cell.recipe
             read.add((outcome.facts["step"] * recipe.train.batch_tokens, recipe.data.pack))
-        apart = len({self.tokenizer(point) for point in points} - {None}) > 1
-        return "tokens" if len(read) == 1 and not apart else None
+        return "tokens" if len(read) == 1 and not self.several_tokenizers(points) else None
+
+    def several_tokenizers(self, points: Sequence[Point]) -> bool:
+        """Whether the runs of these points are known to have different tokenizers."""
+        return len(set(map(self.tokenizer, points)) - {None}) > 1
 
     def tokenizer(self, point: Point) -> str | None:
         """The sha256 of the tokenizer of a point's runs; None if none was measured."""
@@ -297,9 +300,8 @@ class Results:
         rows = []
         for point in grid.points():
             chosen, row = self.chosen(point), list[Any](point)
-            if grid.tune:  # what was chosen of several
-                one = len({cell.name for cell in self.cells.tuning(point)}) == 1 < len(grid.tune.values)
-                row.append(chosen[0].cell.tuned if chosen and not one else None)
+            if grid.tune:
+                row.append(chosen[0].cell.tuned if chosen and self.cells.tunes(point) else None)
             if grid.trains:
                 seeds, wanted = self.seeds_of(point, measures), len(grid.seeds)
                 row.append(f"{seeds}/{wanted}" if 0 < seeds < wanted else seeds or None)
@@ -312,7 +314,7 @@ class Results:
                 ended = {outcome.status for outcome in self.tried(point)}
                 row[first_cell] = " and ".join(sorted(ended - {"measured", "stopped"})) or None
             rows.append(row)
-        apart = len(set(map(self.tokenizer, grid.points())) - {None}) > 1
+        apart = self.several_tokenizers(grid.points())
         by_token = [MEASURES[measure].heading for measure in measures if MEASURES[measure].by_token]
         note = f"not comparable between points, whose tokenizers differ: {', '.join(by_token)}"
         return Table(title, columns, rows, note if apart and by_token else "")
@@ -333,8 +335,8 @@ class Results:
                     row.append(None)
                 else:
                     row.append(outcome.facts.get("valid_loss") if outcome.status == "measured" else outcome.status)
-            winner, tried = self.winner(point), {cell.tuned for cell in self.cells.tuning(point)}
-            at_edge = winner and len(tried) > 1 and winner.cell.tuned in (tune.values[0], tune.values[-1])
+            winner = self.winner(point)
+            at_edge = winner and self.cells.tunes(point) and winner.cell.tuned in (tune.values[0], tune.values[-1])
             rows.append([*row, "yes" if at_edge else None])
         return Table(f"Validation (nats per token) of seed {self.grid.seeds[0]} by {tune.key}", columns, rows)
 
